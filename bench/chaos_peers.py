@@ -63,10 +63,10 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
 def teller(folder: Path, rank: int) -> Callable[..., None]:
     file = (folder / f"lines-{rank}.jsonl").open("ab", buffering=0)
 
-    def tell(step: int, era: int) -> None:
+    def report(step: int, era: int) -> None:
         file.write(json.dumps({"time": time.time(), "step": step, "era": era}).encode() + b"\n")
 
-    return tell
+    return report
 
 
 def torchrun(folder: Path) -> None:
@@ -85,13 +85,13 @@ def torchrun(folder: Path) -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
-    ddp, tell = DistributedDataParallel(model), teller(folder, rank)
+    ddp, report = DistributedDataParallel(model), teller(folder, rank)
     while step < STEPS:
         loss_of(ddp, step, rank).backward()
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        tell(step, attempt)
+        report(step, attempt)
         if rank == 0 and step % SAVE_EVERY == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             torch.save(state, saved.with_suffix(".tmp"))
@@ -121,7 +121,7 @@ def torchft(folder: Path) -> None:
         timeout=datetime.timedelta(seconds=10), rank=0, world_size=1, store_addr="127.0.0.1", store_port=store.port,
         lighthouse_addr=os.environ["TORCHFT_LIGHTHOUSE"], replica_id=f"rank-{rank}-", hostname="127.0.0.1",
     )  # fmt: skip
-    optimizer, tell = Optimizer(manager, inner), teller(folder, rank)
+    optimizer, report = Optimizer(manager, inner), teller(folder, rank)
     weights = list(model.parameters())
     while manager.current_step() < STEPS:
         optimizer.zero_grad()  # also begins the quorum
@@ -133,7 +133,7 @@ def torchft(folder: Path) -> None:
         before = manager.current_step()
         optimizer.step()
         if manager.current_step() > before:
-            tell(manager.current_step(), manager._quorum_id)
+            report(manager.current_step(), manager._quorum_id)
 
 
 def nvrx(folder: Path) -> None:
@@ -145,7 +145,7 @@ def nvrx(folder: Path) -> None:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     base = dist.TCPStore(host, port, world, is_master=rank == 0, multi_tenant=True, wait_for_workers=True)
     model, optimizer = build()
-    tell = teller(folder, rank)
+    report = teller(folder, rank)
     done = [0]
 
     def seconds(value: float) -> datetime.timedelta:
@@ -175,7 +175,7 @@ def nvrx(folder: Path) -> None:
             loss_of(ddp, done[0], here).backward()
             optimizer.step()
             done[0] += 1
-            tell(done[0], era)
+            report(done[0], era)
             call_wrapper.ping()
 
     train.__annotations__["call_wrapper"] = inprocess.CallWrapper  # it is looked for by its class, not by its name

@@ -109,10 +109,10 @@ def trial(share: float) -> dict[str, Any]:
         with held_back(process_of(train.pid, 1), share) as means:
             struck = len(lines(run / "metrics.jsonl"))
             train.wait()
-        told = [e for e in lines(run / "events.jsonl") if e.get("fault") == "slow_rank"]
+        output = [e for e in lines(run / "events.jsonl") if e.get("fault") == "slow_rank"]
         seconds = [r["step_time_s"] for r in lines(run / "metrics.jsonl")]
-    named = next((e for e in told if e["event"] == "fault" and e["step"] > struck), None)
-    moved = next((e for e in told if e["event"] == "recovered" and e["step"] > struck), None)
+    named = next((e for e in output if e["event"] == "fault" and e["step"] > struck), None)
+    moved = next((e for e in output if e["event"] == "recovered" and e["step"] > struck), None)
     first = moved["step"] if moved else STEPS - LAST
     tokens = JOB["train"]["global_batch"] * JOB["data"]["seq_len"]  # type: ignore[index]
     parts = (seconds[10 : struck - 1], seconds[struck + 1 : first - 1], seconds[-LAST:])
@@ -125,7 +125,7 @@ def trial(share: float) -> dict[str, Any]:
         "named_after_steps": named["step"] - struck if named else None,
         "named_rank": named["rank"] if named else None,
         "moved_after_steps": moved["step"] - struck if moved else None,
-        "shares": [e["shares"] for e in told if e["event"] == "recovered"],
+        "shares": [e["shares"] for e in output if e["event"] == "recovered"],
     }  # fmt: skip
 
 

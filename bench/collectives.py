@@ -52,11 +52,11 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=0.3, help="seconds a size")
     args = parser.parse_args()
     with RankPool() as pool:
-        told = pool.run(on_rank, args.ranks, args.ranks, args.rounds, args.budget)
+        output = pool.run(on_rank, args.ranks, args.ranks, args.rounds, args.budget)
     result = {}
     for name in ("weft", "bare"):
         times = [
-            statistics.median(max(rank[name][r][i] for rank in told) for r in range(args.rounds))
+            statistics.median(max(rank[name][r][i] for rank in output) for r in range(args.rounds))
             for i in range(len(SIZES))
         ]
         alpha, beta = fit_line(SIZES, times)

@@ -117,12 +117,12 @@ def main() -> None:
             sent = []
             layouts = {"replicas": {"dp_replicate": 2, "dp_shard": 1}, "shards": {"dp_shard": 2}}
             for name, layout in list(layouts.items())[: 1 if asked.replicas_only else 2]:
-                told = pool.run(train, 2, job_of(setting, layout, asked))[0]
-                plain.setdefault(name, told["loss"])
-                more = told["loss"] / plain[name] - 1
+                output = pool.run(train, 2, job_of(setting, layout, asked))[0]
+                plain.setdefault(name, output["loss"])
+                more = output["loss"] / plain[name] - 1
                 verdict = "" if setting not in LIMITS else " ✓" if more <= LIMITS[setting] else " ✗"
-                cells += [f"{told['loss']:.4f}", f"{100 * more:+.2f} %{verdict}"]
-                sent.append(f"{told['mean'] / 2**20:.2f}, {told['last'] / 2**20:.2f}")
+                cells += [f"{output['loss']:.4f}", f"{100 * more:+.2f} %{verdict}"]
+                sent.append(f"{output['mean'] / 2**20:.2f}, {output['last'] / 2**20:.2f}")
             encode, decode = speed(setting)
             line = f"| `{setting}` | " + " | ".join([*cells, *sent, f"{encode:.1f}, {decode:.1f}"]) + " |"
             print(line, flush=True)

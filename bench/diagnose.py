@@ -162,8 +162,8 @@ CASES: dict[str, Callable[[Path, int], Path]] = {
 def findings(run: Path) -> list[dict[str, Any]]:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "weft", "diagnose", str(run), "--json"]
-    said = subprocess.run(command, capture_output=True, text=True, env=env)
-    return list(json.loads(said.stdout)["findings"])
+    result = subprocess.run(command, capture_output=True, text=True, env=env)
+    return list(json.loads(result.stdout)["findings"])
 
 
 def main() -> None:

@@ -187,8 +187,8 @@ def diagnose(device: NvmlDevice, asked: argparse.Namespace) -> list[str]:
                 break
         found = run_weft(SHAPES[asked.shape], "bf16", asked.steps, 90, folder, changes)
         command = [sys.executable, "-m", "weft", "diagnose", str(folder / "bench"), "--json"]
-        said = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
-        lines.append(f"{name}: {found.get('step_time_s', found)} s a step; {said.stdout or said.stderr[-500:]}")
+        result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+        lines.append(f"{name}: {found.get('step_time_s', found)} s a step; {result.stdout or result.stderr[-500:]}")
         lines.append(f"limit after the run was killed: {device.limit_w()} W of {usual:.0f} W")
     device.set_limit(usual)
     return lines

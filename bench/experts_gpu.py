@@ -162,8 +162,10 @@ def main() -> None:
         if not args.json:
             for case, runs in found.items():
                 peak = max((r.get("peak_gib", 0.0) for r in runs), default=0.0)
-                said = f"{speeds[case]:,.0f} tokens/s, {peak:.1f} GiB" if case in speeds else runs[-1].get("failed", "")
-                print(f"{shape:8}{case:16}{said}")
+                result = (
+                    f"{speeds[case]:,.0f} tokens/s, {peak:.1f} GiB" if case in speeds else runs[-1].get("failed", "")
+                )
+                print(f"{shape:8}{case:16}{result}")
             for case, ratio in out[shape]["ratios"].items():
                 print(f"{shape:8}weft-experts over {case}: {ratio:.3f} (aim {AIMS[case]})")
     if args.json:

@@ -173,8 +173,8 @@ def errors(stack: Framework, rows: Sequence[PublishedRun]) -> np.ndarray:
     for i, row in enumerate(rows):
         cals.setdefault(stack.of(row), []).append(i)
     for cal, index in cals.items():
-        told = estimate_rows([rows[i] for i in index], cal).step_time_s
-        out[index] = told / np.array([rows[i].seconds for i in index]) - 1
+        output = estimate_rows([rows[i] for i in index], cal).step_time_s
+        out[index] = output / np.array([rows[i].seconds for i in index]) - 1
     return out
 
 
@@ -199,13 +199,13 @@ def held_out(recipe: Recipe, rows: Sequence[PublishedRun], name: str) -> np.ndar
 
 def show(name: str, e: np.ndarray) -> dict[str, float]:
     size = np.abs(e[~np.isnan(e)])
-    told = {"rows": len(size), "median": np.median(size), "mean": size.mean(), "p90": np.quantile(size, 0.9)}
+    output = {"rows": len(size), "median": np.median(size), "mean": size.mean(), "p90": np.quantile(size, 0.9)}
     print(
-        f"{name:28} {told['rows']:5.0f} rows  "
-        f"median {told['median']:.3f}  mean {told['mean']:.3f}  p90 {told['p90']:.3f}",
+        f"{name:28} {output['rows']:5.0f} rows  "
+        f"median {output['median']:.3f}  mean {output['mean']:.3f}  p90 {output['p90']:.3f}",
         flush=True,
     )
-    return {k: round(float(v), 4) for k, v in told.items()}
+    return {k: round(float(v), 4) for k, v in output.items()}
 
 
 def rows_of(path: Path) -> dict[str, list[PublishedRun]]:
@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--held-out", action="store_true")
     parser.add_argument("--only")
     args = parser.parse_args()
-    told: dict[str, dict[str, float]] = {}
+    output: dict[str, dict[str, float]] = {}
     every = []
     for name, rows in rows_of(args.table).items():
         if name not in RECIPES or (args.only and name not in args.only.split(",")):
@@ -240,7 +240,7 @@ def main() -> None:
         recipe = RECIPES[name]
         if args.held_out:
             e = held_out(recipe, rows, name)
-            told[name] = show(name, e)
+            output[name] = show(name, e)
             every.append(e)
             continue
         stack = fit_stack(recipe, rows, name)
@@ -248,10 +248,10 @@ def main() -> None:
         show(name, e)
         every.append(e)
         write(stack, float(np.quantile(np.abs(e), 0.9)), recipe, len(rows))
-    told["all"] = show("all", np.concatenate(every))
+    output["all"] = show("all", np.concatenate(every))
     if args.held_out and not args.only:
         Path(__file__).with_name("planner_held_out.json").write_text(
-            json.dumps(told, indent=2) + "\n", encoding="utf-8"
+            json.dumps(output, indent=2) + "\n", encoding="utf-8"
         )
 
 
@@ -268,7 +268,7 @@ def write(stack: Framework, spread: float, recipe: Recipe, rows: int) -> None:
         k: {**{n: v for n, v in before.get("variants", {}).get(k, {}).items() if n in MEMORY}, **c}
         for k, c in stack.variants.items()
     }
-    told = {
+    output = {
         "name": stack.name,
         "fitted": {"rows": rows, "free": list(recipe.free)},
         **own,
@@ -276,7 +276,7 @@ def write(stack: Framework, spread: float, recipe: Recipe, rows: int) -> None:
         "spread": round(max(0.05, spread), 3),
         **({"variants": variants} if variants else {}),
     }
-    path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(output, indent=2) + "\n", encoding="utf-8")
 
 
 MEMORY = (

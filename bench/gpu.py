@@ -84,9 +84,9 @@ def run_weft(
     env["XDG_CACHE_HOME"] = str(folder / "cache")
     began = time.time()
     first = None
-    with log.open("wb") as said:
+    with log.open("wb") as result:
         command = [sys.executable, "-m", "weft", "train", str(path), *changes]
-        process = subprocess.Popen(command, env=env, stdout=said, stderr=said, cwd=folder)
+        process = subprocess.Popen(command, env=env, stdout=result, stderr=result, cwd=folder)
         try:
             while len(records := _records(metrics)) < steps:
                 first = first or (time.time() - began if records else None)
@@ -213,9 +213,9 @@ def main() -> None:
             else:
                 found = run_peer(case, shape, args.steps, args.limit)
             seen[shape, case].append(found)
-            said = found.get("error") or f"{SHAPES[shape].tokens / found['step_time_s']:,.0f} tokens/s"
+            result = found.get("error") or f"{SHAPES[shape].tokens / found['step_time_s']:,.0f} tokens/s"
             took = time.time() - began
-            print(f"{shape} {case} round {turn + 1}: {said} ({took:.0f} s)", file=sys.stderr, flush=True)
+            print(f"{shape} {case} round {turn + 1}: {result} ({took:.0f} s)", file=sys.stderr, flush=True)
     rows = [figures(case, shape, rounds) for (shape, case), rounds in seen.items()]
     add_ratios(rows)
     print(json.dumps(rows, indent=1) if args.json else show(rows))

@@ -38,7 +38,7 @@ DENSE = (
     "dp_replicate=2 cp=2 ulysses",
 )  # fmt: skip
 ROUTED = ("ddp2", "dp_shard=4 ep=2", "dp_shard=2 ep=2 zero1", "dp_shard=2 tp=2 ep=2", "tp2 ep2", "pp2 dp_shard=2 ep=2")
-OPTIMIZERS = ("adamw", "sgd", "muon", "adafactor")
+OPTIMIZERS = ("adamw", "sgd", "muon", "adafactor", "lars", "lamb")
 RECOMPUTES: tuple[str | int, ...] = ("none", "selective", "full", 2)
 PRECISIONS = ("fp32", "bf16")
 SEQUENCE = ("sp", "no-sp")

@@ -105,9 +105,9 @@ def run_rank(work: list[tuple[Schedule, Costs]], steps: int) -> list[Told]:
     axis = mesh.axis("pp")
     assert axis is not None
     pipelines = [make_pipeline(schedule, costs, axis, mesh.device) for schedule, costs in work]
-    told: list[Told] = [[] for _ in work]
+    output: list[Told] = [[] for _ in work]
     for _ in range(steps):
-        for pipeline, seen in zip(pipelines, told, strict=True):
+        for pipeline, seen in zip(pipelines, output, strict=True):
             pipeline.zero_grad()
             pipeline.spans.spans.clear()
             batches = [{"inputs": torch.ones(1, 4)} for _ in range(pipeline.schedule.microbatches)]
@@ -120,7 +120,7 @@ def run_rank(work: list[tuple[Schedule, Costs]], steps: int) -> list[Told]:
             )
     for pipeline in pipelines:
         check_gradients(pipeline)
-    return told
+    return output
 
 
 def make_pipeline(schedule: Schedule, costs: Costs, axis: Axis, device: torch.device) -> Pipelined:

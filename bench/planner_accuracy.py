@@ -62,13 +62,13 @@ def percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f} %"
 
 
-def as_shipped(told: dict[str, Any]) -> str:
+def as_shipped(output: dict[str, Any]) -> str:
     lines = [
         "| source | rows | median | mean | p90 | memory | median | p90 | verdicts | right | false fits | false OOM |"
         " sweeps | regret |",
         "|" + "---|" * 14,
     ]
-    for name, s in [*told["sources"].items(), ("**overall**", told["overall"])]:
+    for name, s in [*output["sources"].items(), ("**overall**", output["overall"])]:
         t, m, f, r = s["step_time"], s["peak_memory"], s["fits"], s["regret"]
         cells = [
             name,
@@ -86,9 +86,9 @@ def as_shipped(told: dict[str, Any]) -> str:
 
 
 def held_out() -> str:
-    told = json.loads(Path(__file__).with_name("planner_held_out.json").read_text(encoding="utf-8"))
+    output = json.loads(Path(__file__).with_name("planner_held_out.json").read_text(encoding="utf-8"))
     lines = ["| stack | rows | median | mean | p90 |", "|---|---|---|---|---|"]
-    for name, s in told.items():
+    for name, s in output.items():
         lines.append(
             f"| {name} | {s['rows']:.0f} | {percent(s['median'])} | {percent(s['mean'])} | {percent(s['p90'])} |"
         )
@@ -122,9 +122,9 @@ def fill(page: str, name: str, text: str) -> str:
 def main() -> None:
     table = Path(sys.argv[1])
     rows = [row for row in read_table(table)[0] if row.seconds]
-    told = predict(rows)
+    output = predict(rows)
     points: dict[str, list[tuple[float, float]]] = {}
-    for row, seconds in zip(rows, told.seconds, strict=True):
+    for row, seconds in zip(rows, output.seconds, strict=True):
         points.setdefault(row.source, []).append((row.seconds or 0.0, float(seconds)))
     (DOCS / "images" / "planner-accuracy.svg").write_text(picture(points), encoding="utf-8")
     scored = score_table(table)
@@ -133,7 +133,7 @@ def main() -> None:
     multi = [i for i, r in enumerate(rows) if r.source == "vtrain" and r.cluster.world > 8]
     vtrain = []
     for name, index in (("one node", single), ("many nodes", multi)):
-        found = errors(told.seconds[index], np.array([rows[i].seconds for i in index], float))
+        found = errors(output.seconds[index], np.array([rows[i].seconds for i in index], float))
         vtrain.append(f"{name}: {percent(found['mean_abs_error'])} mean over {found['rows']} rows")
     regret = scored["overall"]["regret"]
     summary = (

@@ -31,8 +31,8 @@ def measure(
     found = run_weft(s, precision, steps, limit_s, folder, [f"memory.recompute={word}"])
     row: dict[str, Any] = {"recompute": word, "seq_len": length}
     if "error" in found:
-        said = found["error"]
-        return {**row, "fits": not any(w in said.lower() for w in NO_ROOM), "error": said}
+        result = found["error"]
+        return {**row, "fits": not any(w in result.lower() for w in NO_ROOM), "error": result}
     rate = s.tokens / found["step_time_s"]
     return {
         **row, "fits": True, "tokens_per_s": rate, "mfu": rate * s.flops_per_token / PEAK,
@@ -75,8 +75,8 @@ def main() -> None:
             where = Path(folder) / word
             row = measure(args.shape, length, word, args.steps, args.limit, args.precision, where)
             rows.append(row)
-            said = "failed" if "error" in row else f"{row['tokens_per_s']:,.0f} tokens/s"
-            print(f"{length} {word}: {said} ({time.time() - began:.0f} s)", file=sys.stderr, flush=True)
+            result = "failed" if "error" in row else f"{row['tokens_per_s']:,.0f} tokens/s"
+            print(f"{length} {word}: {result} ({time.time() - began:.0f} s)", file=sys.stderr, flush=True)
     print(json.dumps(rows, indent=1) if args.json else show(rows))
 
 

@@ -64,7 +64,7 @@ def ddp(path: str, out: str) -> None:
     dataset, batch = open_dataset(job), job.train.global_batch
     share: dict[str, Any] = {"global_batch": batch, "microbatch": batch // world, "dp_rank": rank, "dp_size": world}
     held_out = list(val_batches(dataset, limit=job.train.eval_batches, **share))
-    spent, told = 0.0, []
+    spent, output = 0.0, []
     for step, batches in enumerate(Loader(dataset, seed=job.train.seed, prefetch=2, **share), 1):
         began = time.perf_counter()
         for group in optimizer.param_groups:
@@ -86,9 +86,9 @@ def ddp(path: str, out: str) -> None:
                     [torch.stack(losses).sum(), torch.tensor(float(sum(b["valid"].sum() for s in held_out for b in s)))]
                 )
             dist.all_reduce(sums)
-            told.append([step, float(sums[0] / sums[1]), spent])
+            output.append([step, float(sums[0] / sums[1]), spent])
             if rank == 0:
-                Path(out).write_text(json.dumps(told))
+                Path(out).write_text(json.dumps(output))
         if step == job.train.steps:
             break
     dist.barrier()  # exit together: a rank that is connected to an exited one aborts
@@ -107,8 +107,8 @@ def run_on(hosts: Any, command: list[str], folder: Path, limit_s: float) -> int:
             sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--node-rank",
             str(host), "--master-addr", hosts.address(0), "--master-port", str(PORT), *command,
         ]  # fmt: skip
-        with (folder / f"host-{host}.txt").open("a") as said:
-            started.append(hosts.start(host, line, env=env, cwd=folder, stdout=said, stderr=said))
+        with (folder / f"host-{host}.txt").open("a") as result:
+            started.append(hosts.start(host, line, env=env, cwd=folder, stdout=result, stderr=result))
     deadline = time.monotonic() + limit_s
     while any(one.poll() is None for one in started):
         if any(one.poll() for one in started) or time.monotonic() > deadline:
@@ -124,18 +124,18 @@ def weft_run(hosts: Any, folder: Path, job: dict[str, Any], limit_s: float) -> t
     path = folder / f"{job['name']}.yaml"
     path.write_text(json.dumps(job))
     sent = run_on(hosts, ["-m", "weft", "train", str(path)], folder, limit_s)
-    spent, told = 0.0, []
+    spent, output = 0.0, []
     run = Path(job["runs_dir"]) / job["name"]
     for line in (run / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         spent += record["step_time_s"]
         if "val_loss" in record:
-            told.append([record["step"], record["val_loss"], spent])
+            output.append([record["step"], record["val_loss"], spent])
     for line in (run / "events.jsonl").read_text().splitlines():
         event = json.loads(line)
         if event.get("event", event.get("kind")) == "compression":
             print(f"  step {event['step']}: {event['now']} (was {event['was']}): {event['why']}", flush=True)
-    return told, sent
+    return output, sent
 
 
 def ddp_run(hosts: Any, folder: Path, job: dict[str, Any], limit_s: float) -> tuple[list[list[float]], int]:
@@ -145,10 +145,10 @@ def ddp_run(hosts: Any, folder: Path, job: dict[str, Any], limit_s: float) -> tu
     return json.loads(out.read_text()), sent
 
 
-def reached(told: list[list[float]], target: float) -> tuple[float, float]:
+def reached(output: list[list[float]], target: float) -> tuple[float, float]:
     """Step and seconds at which a loss was first reached, with linear interpolation between evaluations."""
-    before = told[0]
-    for now in told:
+    before = output[0]
+    for now in output:
         if now[1] <= target:
             share = 1.0 if now is before or before[1] <= now[1] else (before[1] - target) / (before[1] - now[1])
             return before[0] + share * (now[0] - before[0]), before[2] + share * (now[2] - before[2])
@@ -190,8 +190,8 @@ def main() -> None:
                     sync = {"sync": {"mode": "diloco", "every": 50, "quantize": "int8"}}
                     job = job_of("diloco", asked.diloco, every, folder, train=sync)
                     rows.append(("Weft, DiLoCo every 50, int8", *weft_run(hosts, folder, job, 900), asked.diloco))
-            for who, told, sent, steps in rows:
-                step, seconds = reached(told, target)
+            for who, output, sent, steps in rows:
+                step, seconds = reached(output, target)
                 sooner = reached(plain, target)[1] / seconds
                 each = sent / steps
                 line = (

@@ -17,7 +17,21 @@ from weft.job.compression import COMPRESSORS
 from weft.job.model import FAMILIES
 from weft.job.optim import LR_SCHEDULES, OPTIMIZERS
 from weft.job.registry import NameIn
-from weft.job.schema import Data, DeviceGroup, Experts, Failures, Job, Latent, Model, RopeScaling, Sync, TopologyLevel
+from weft.job.schema import (
+    Data,
+    DeviceGroup,
+    Experts,
+    Failures,
+    Job,
+    Latent,
+    Model,
+    MpiOptions,
+    RopeScaling,
+    SlurmOptions,
+    SshOptions,
+    Sync,
+    TopologyLevel,
+)
 from weft.job.section import field_docs
 from weft.job.shapes import ALIASES, SHAPES, resolve
 from weft.planner.model.counts import count_parameters
@@ -152,7 +166,8 @@ def page() -> str:
     inner: list[tuple[str, str, type[BaseModel]]] = [
         ("model", "rope_scaling", RopeScaling), ("model", "latent", Latent), ("model", "experts", Experts),
         ("cluster", "levels", TopologyLevel),
-        ("cluster", "also", DeviceGroup), ("cluster", "failures", Failures), ("train", "sync", Sync),
+        ("cluster", "also", DeviceGroup), ("cluster", "failures", Failures), ("cluster", "slurm", SlurmOptions),
+        ("cluster", "ssh", SshOptions), ("cluster", "mpi", MpiOptions), ("train", "sync", Sync),
     ]  # fmt: skip
     for parent, name, part in reversed(inner):
         at = [n for n, _ in sections].index(parent) + 1

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.chaos.accounting import InjectedFault, ObservedStep, effective_ratio, outcomes, samples, sentence
-from weft.job.batch_ramp import BatchRamp
+from weft.job.train import BatchRamp
 
 
 def line(time: float, step: int, seconds: float = 1.0, **more: Any) -> ObservedStep:
@@ -45,8 +45,8 @@ def test_undetected_fault() -> None:
         [InjectedFault("kill", 0, "data", 8, 8.5)], lines, [{"time": 8.6, "event": "fault", "fault": "exit"}]
     )
     assert (last.detect_s, last.resume_s, last.steps_lost) == (0.1, None, None)
-    told = [{"time": 9.0, "event": x, "fault": "supervisor", "how": "regroup"} for x in ("fault", "recovered")]
-    (unfelt,) = outcomes([InjectedFault("supervisor", None, "data", 5, 5.5)], lines, told)
+    output = [{"time": 9.0, "event": x, "fault": "supervisor", "how": "regroup"} for x in ("fault", "recovered")]
+    (unfelt,) = outcomes([InjectedFault("supervisor", None, "data", 5, 5.5)], lines, output)
     assert (unfelt.detect_s, unfelt.resume_s, unfelt.steps_lost) == (3.5, 1.5, 0)
     read = samples([[{"step": 1, "ids": [0, 1]}]], 1, BatchRamp(2))
     assert sentence(True, [flip_bit], read, 1.0, False) == (
@@ -61,29 +61,29 @@ def test_undetected_fault() -> None:
 def test_samples_of_runs_with_known_losses(seed: int, steps: int, world: int, share: int) -> None:
     chance = random.Random(seed)
     batch = world * share * 2
-    told: list[list[dict[str, Any]]] = [[] for _ in range(world * 2)]
+    output: list[list[dict[str, Any]]] = [[] for _ in range(world * 2)]
 
-    def tell(step: int, attempt: int, ranks: int) -> None:
+    def report(step: int, attempt: int, ranks: int) -> None:
         part = batch // ranks
         for rank in range(ranks):
             first = (step - 1) * batch + rank * part
-            told[rank].append({"step": step, "attempt": attempt, "ids": list(range(first, first + part))})
+            output[rank].append({"step": step, "attempt": attempt, "ids": list(range(first, first + part))})
 
     attempt, step = 0, 1
     while step <= steps:
         if chance.random() < 0.3:  # a fault: back by up to two steps, on another number of ranks
             attempt, step = attempt + 1, max(1, step - chance.randrange(3))
-        tell(step, attempt, chance.choice([world, world * 2]) if attempt == 0 else world)
+        report(step, attempt, chance.choice([world, world * 2]) if attempt == 0 else world)
         step += 1
-    tell(steps + 1, attempt, world)  # begun and never committed
-    clean = samples(told, steps, BatchRamp(batch))
+    report(steps + 1, attempt, world)  # begun and never committed
+    clean = samples(output, steps, BatchRamp(batch))
     assert (clean.lost, clean.repeated, clean.read) == (0, 0, steps * batch)
     # one committed step loses a sample and reads another twice
     victim = chance.randrange(1, steps + 1)
-    top = max(x["attempt"] for rank in told for x in rank if x["step"] == victim)
-    found = next(x for rank in told for x in reversed(rank) if x["step"] == victim and x["attempt"] == top)
+    top = max(x["attempt"] for rank in output for x in rank if x["step"] == victim)
+    found = next(x for rank in output for x in reversed(rank) if x["step"] == victim and x["attempt"] == top)
     found["ids"] = [*found["ids"][1:], found["ids"][-1]]
-    spoiled = samples(told, steps, BatchRamp(batch))
+    spoiled = samples(output, steps, BatchRamp(batch))
     if share * 2 * world // len(found["ids"]) and len(found["ids"]) > 1:
         assert (spoiled.lost, spoiled.repeated) == (1, 1)
 

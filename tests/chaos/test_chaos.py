@@ -30,11 +30,11 @@ FAULT_KEYS = {"kind", "rank", "phase", "detect_s", "resume_s", "steps_lost"}
 def test_killed_and_preempted_run_is_bit_identical(tmp_path: Path) -> None:
     write_job(tmp_path, **JOB)
     # two whole runs, one of them started twice: more than the usual deadline allows for
-    said = weft(
+    result = weft(
         tmp_path, *["chaos", "job.yaml", "--faults", "kill@1,term", "--seed", "5", "--json"], deadline_s=5 * DEADLINE_S
     )
-    assert said.code == 0, said.err
-    found = json.loads(said.out)
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
     assert found.keys() >= KEYS
     assert [f["kind"] for f in found["faults"]] == ["kill", "term"]
     for fault in found["faults"]:
@@ -44,7 +44,7 @@ def test_killed_and_preempted_run_is_bit_identical(tmp_path: Path) -> None:
     assert (found["samples_lost"], found["samples_repeated"]) == (0, 0)
     assert found["steps"] == 160 and found["final_loss"] == found["undisturbed_loss"]
     assert 0 < found["effective_ratio"] <= 1
-    assert "kill rank 1" in said.err and "term" in said.err
+    assert "kill rank 1" in result.err and "term" in result.err
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_impossible_experiment_is_refused_early(
     tmp_path: Path, in_process: Callable[..., Output], args: list[str], words: str
 ) -> None:
     write_job(tmp_path, **JOB)
-    said = in_process(tmp_path, "chaos", "job.yaml", *args)
-    assert said.code == 2 and words in said.err and "Traceback" not in said.err
+    result = in_process(tmp_path, "chaos", "job.yaml", *args)
+    assert result.code == 2 and words in result.err and "Traceback" not in result.err
     assert not (tmp_path / "runs").exists()
 
 

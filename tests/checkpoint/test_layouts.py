@@ -28,6 +28,7 @@ OPTIMIZERS = {
     "sgd": {"momentum_buffer"},
     "adafactor": {"row_var", "col_var", "variance", "step"},
     "muon": {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"},
+    "lamb": {"exp_avg", "exp_avg_sq", "step"},
 }
 States = tuple[dict[str, Tensor], dict[str, Tensor]]
 

@@ -69,14 +69,14 @@ def test_help_plans_and_schemas_import_no_torch(folder: Path) -> None:
         "    assert 'torch' not in sys.modules, line\n"
         "print('without torch')"
     )
-    said = python(folder, "-c", code, popen=subprocess.Popen)
-    assert said.code == 0, said.err
-    assert said.out.endswith("without torch\n")
+    result = python(folder, "-c", code, popen=subprocess.Popen)
+    assert result.code == 0, result.err
+    assert result.out.endswith("without torch\n")
 
 
 def test_every_command_has_help(command: Command) -> None:
-    said = command("--help")
-    assert said.code == 0
+    result = command("--help")
+    assert result.code == 0
     for verb in (
         "train",
         "plan",
@@ -90,10 +90,10 @@ def test_every_command_has_help(command: Command) -> None:
         "data",
         "bench",
     ):
-        assert f" {verb} " in said.out
+        assert f" {verb} " in result.out
         assert command(verb, "--help").code == 0
-    assert "Distributed training of neural networks with PyTorch" in said.out
-    assert command().err == said.out
+    assert "Distributed training of neural networks with PyTorch" in result.out
+    assert command().err == result.out
 
 
 def test_json_is_alone_on_stdout(command: Command, run: RunDir, folder: Path) -> None:
@@ -107,9 +107,9 @@ def test_json_is_alone_on_stdout(command: Command, run: RunDir, folder: Path) ->
         ("data", "build", "text.txt", "--out", "store", "--workers", "1"): {"tokens", "documents", "vocab", "path"},
     }
     for args, keys in calls.items():
-        said = command(*args, "--json")
-        assert said.code == 0, said.err
-        assert keys <= json.loads(said.out).keys()
+        result = command(*args, "--json")
+        assert result.code == 0, result.err
+        assert keys <= json.loads(result.out).keys()
     assert json.loads(command("schema").out)["title"] == "Job"
     assert (folder / "model" / "all.safetensors").is_file()
     planned = command("plan", "job.yaml", "data.source=store", "parallel={tp: 2}", "--json")
@@ -118,9 +118,9 @@ def test_json_is_alone_on_stdout(command: Command, run: RunDir, folder: Path) ->
 
 
 def test_doctor(command: Command) -> None:
-    said = command("doctor", "--json")
-    checks = json.loads(said.out)
-    assert said.code == (Exit.MACHINE if "fail" in said.out else Exit.DONE)
+    result = command("doctor", "--json")
+    checks = json.loads(result.out)
+    assert result.code == (Exit.MACHINE if "fail" in result.out else Exit.DONE)
     assert checks
     assert command("doctor").out.strip()
 
@@ -159,7 +159,7 @@ def test_files_of_a_run(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "message"),
     [
         (("train",), "Missing argument 'JOB'"),
         (("plan", "job.yaml", "--nproc", "0"), "Invalid value for '--nproc' / '-n'"),
@@ -185,15 +185,15 @@ def test_files_of_a_run(run: RunDir) -> None:
         (("trian", "job.yaml"), "No such command 'trian'"),
     ],
 )
-def test_wrong_use(command: Command, run: RunDir, args: tuple[str, ...], says: str) -> None:
-    said = command(*args)
-    assert (said.code, said.out) == (Exit.JOB, "")
-    assert says in said.err
-    assert "Traceback" not in said.err
+def test_wrong_use(command: Command, run: RunDir, args: tuple[str, ...], message: str) -> None:
+    result = command(*args)
+    assert (result.code, result.out) == (Exit.JOB, "")
+    assert message in result.err
+    assert "Traceback" not in result.err
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "message"),
     [
         (("export", "tiny", "--out", "text/model.safetensors"), "weft: File exists: text"),
         (("train", "job.yaml", "runs_dir=text"), "weft: File exists: text"),
@@ -211,22 +211,22 @@ def test_wrong_use(command: Command, run: RunDir, args: tuple[str, ...], says: s
     ],
 )
 def test_errors_of_the_machine(
-    command: Command, run: RunDir, folder: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], says: str
+    command: Command, run: RunDir, folder: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], message: str
 ) -> None:
     """A file where a folder should be, a place where nothing can be written, no GPU: one sentence and code 4."""
     (folder / "text").write_text("words", encoding="utf-8")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    said = command(*args)
-    assert (said.code, said.out) == (Exit.MACHINE, "")
-    assert said.err.startswith(says)
-    assert len(said.err.splitlines()) == 1
+    result = command(*args)
+    assert (result.code, result.out) == (Exit.MACHINE, "")
+    assert result.err.startswith(message)
+    assert len(result.err.splitlines()) == 1
 
 
 def test_prove(folder: Path) -> None:
     """JSON alone on stdout, and a refused layout is the job's mistake."""
-    said = weft(folder, "prove", "job.yaml", "--layouts", "ddp2, tp3", "--steps", "1", "--json")
-    assert said.code == Exit.JOB, said.err
-    found = json.loads(said.out)
+    result = weft(folder, "prove", "job.yaml", "--layouts", "ddp2, tp3", "--steps", "1", "--json")
+    assert result.code == Exit.JOB, result.err
+    found = json.loads(result.out)
     assert [(v["layout"], v["verdict"]) for v in found["layouts"]] == [("dp_replicate 2", "same"), ("tp3", "refused")]
     assert found["same"] is False
     assert found["layouts"][1]["why"].startswith("parallel.tp=3 does not divide model.heads=2")

@@ -48,18 +48,20 @@ def test_json_has_the_best_layout_the_runners_up_and_the_front(job: Path, weft: 
     start = time.time()
     code, out, _ = weft(job, "--json", "--top", "3", "model=llama-3b")
     wall = time.time() - start
-    told: dict[str, Any] = json.loads(out)
-    assert code == 0 and told["fits"] and told["world"] == 16
-    assert told["axes"]["dp_shard"] * told["axes"]["dp_replicate"] * told["axes"]["tp"] * told["axes"]["pp"] >= 2
-    assert len(told["candidates"]) == 2 and all(c["lacks"] for c in told["candidates"])
-    assert told["estimate"]["peak_memory_gib"] <= told["estimate"]["memory_limit_gib"]
-    assert told["search"]["candidates"] > 10_000
-    assert told["search"]["seconds"] > 0.9 * wall, "wall time since the process started"
-    moved = sum(told["estimate"]["bytes"].values())
-    assert told["predicted"]["communication_mib"] == pytest.approx(moved / 2**20, rel=1e-12)
-    assert told["goodput"]["checkpoint_every"] >= 1
-    assert told["reasons"]
-    front = told["pareto"]
+    output: dict[str, Any] = json.loads(out)
+    assert code == 0 and output["fits"] and output["world"] == 16
+    assert (
+        output["axes"]["dp_shard"] * output["axes"]["dp_replicate"] * output["axes"]["tp"] * output["axes"]["pp"] >= 2
+    )
+    assert len(output["candidates"]) == 2 and all(c["lacks"] for c in output["candidates"])
+    assert output["estimate"]["peak_memory_gib"] <= output["estimate"]["memory_limit_gib"]
+    assert output["search"]["candidates"] > 10_000
+    assert output["search"]["seconds"] > 0.9 * wall, "wall time since the process started"
+    moved = sum(output["estimate"]["bytes"].values())
+    assert output["predicted"]["communication_mib"] == pytest.approx(moved / 2**20, rel=1e-12)
+    assert output["goodput"]["checkpoint_every"] >= 1
+    assert output["reasons"]
+    front = output["pareto"]
     assert [p["effective_step_time_s"] for p in front] == sorted(p["effective_step_time_s"] for p in front)
     assert {p["world"] for p in front} >= {16, 8}, "fewer nodes cost less, so they are on the front"
     for one in front:
@@ -89,7 +91,7 @@ def test_text_has_reasons_and_runners_up(job: Path, weft: Weft) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    ("asked", "message"),
     [
         ("tp=16", "cannot be; parallel.tp=16 does not divide model.kv_heads=8"),
         ("dp_shard=3", "cannot be; its degrees multiply to 3, which does not divide 16 ranks; 2 would"),
@@ -97,25 +99,25 @@ def test_text_has_reasons_and_runners_up(job: Path, weft: Weft) -> None:
         ("dp_shard=8 zero3 tp=2", "slower; its best form, dp_shard 8 (zero 3) × tp 2, takes "),
     ],
 )
-def test_why_not(job: Path, asked: str, says: str, weft: Weft) -> None:
+def test_why_not(job: Path, asked: str, message: str, weft: Weft) -> None:
     code, out, _ = weft(job, "--why-not", asked)
     assert code == 0
-    assert f"why not {asked}: {says}" in out
+    assert f"why not {asked}: {message}" in out
 
 
 def test_a_plan_that_does_not_fit(job: Path, weft: Weft) -> None:
-    code, out, said = weft(job, "model=llama-70b", "cluster.nodes=1", "--json")
-    told = json.loads(out)
-    assert code == 3 and not told["fits"]
-    assert told["short_gib"] > 0
-    assert "no layout fits: the smallest, " in said and "are missing" in said
-    assert len(told["changes"]) == 3
-    costs = [change["cost_usd"] for change in told["changes"]]
+    code, out, result = weft(job, "model=llama-70b", "cluster.nodes=1", "--json")
+    output = json.loads(out)
+    assert code == 3 and not output["fits"]
+    assert output["short_gib"] > 0
+    assert "no layout fits: the smallest, " in result and "are missing" in result
+    assert len(output["changes"]) == 3
+    costs = [change["cost_usd"] for change in output["changes"]]
     assert costs == sorted(costs)
-    for change in told["changes"]:
+    for change in output["changes"]:
         assert change["peak_memory_gib"] <= change["memory_limit_gib"]
     _, out, _ = weft(job, "model=llama-70b", "cluster.nodes=1")
-    assert "would fit with" in out and told["changes"][0]["change"] in out
+    assert "would fit with" in out and output["changes"][0]["change"] in out
 
 
 def test_own_catalog_and_topology(job: Path, weft: Weft) -> None:
@@ -124,21 +126,21 @@ def test_own_catalog_and_topology(job: Path, weft: Weft) -> None:
         "networks: {fast: {gb_s: 200, latency_us: 1}}\n"
     )
     own = ("cluster.catalog=mine.yaml", "cluster.device=x1", "cluster.network=fast")
-    code, out, said = weft(job, *own, "--json")
-    told = json.loads(out)
-    assert code == 0, said
-    assert told["device_name"] == "x1" and told["estimate"]["memory_limit_gib"] == 200
+    code, out, result = weft(job, *own, "--json")
+    output = json.loads(out)
+    assert code == 0, result
+    assert output["device_name"] == "x1" and output["estimate"]["memory_limit_gib"] == 200
     slow = "cluster.levels=[{name: node, size: 8, gb_s: 1000}, {name: rack, size: 16, gb_s: 1, oversubscription: 2}]"
     _, out, _ = weft(job, *own, slow, "--json")
-    assert json.loads(out)["estimate"]["step_time_s"] > told["estimate"]["step_time_s"]
+    assert json.loads(out)["estimate"]["step_time_s"] > output["estimate"]["step_time_s"]
     (job / "mine.yaml").write_text("devices: {x1: {memory_gb: 200}}\n")
-    code, _, said = weft(job, *own)
-    assert code == 2 and "mine.yaml: x1 has memory_gb; it takes aliases, kind, link_gb_s" in said
+    code, _, result = weft(job, *own)
+    assert code == 2 and "mine.yaml: x1 has memory_gb; it takes aliases, kind, link_gb_s" in result
 
 
 def test_page_in_a_browser(job: Path, weft: Weft) -> None:
-    code, _, said = weft(job, "model=llama-70b", "cluster.nodes=16", "--html", "plan.html")
-    assert code == 0 and "written: plan.html" in said
+    code, _, result = weft(job, "model=llama-70b", "cluster.nodes=16", "--html", "plan.html")
+    assert code == 0 and "written: plan.html" in result
     page = (job / "plan.html").read_text()
     assert "http://" not in page.split("</style>")[0] and "src=" not in page.split("<script>")[0]
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=8000"]

@@ -79,9 +79,9 @@ def expected(case: Case, world: int) -> Tensor:
 
 def check(pool: RankPool, world: int, cases: list[Case]) -> list[list[int]]:
     """Every rank has the sum, the same bits as the others; gives the bytes that each sent, by case."""
-    told = pool.run(on_rank, world, cases)
+    output = pool.run(on_rank, world, cases)
     for i, case in enumerate(cases):
-        first, _, native = told[0][i]
+        first, _, native = output[0][i]
         exact = not case.dtype.is_floating_point or case.op in ("max", "min") or case.whole
         near: dict[str, Any] = {"rtol": 0, "atol": 0} if exact else {}
         if not exact and case.dtype in (torch.float16, torch.bfloat16):
@@ -89,9 +89,9 @@ def check(pool: RankPool, world: int, cases: list[Case]) -> list[list[int]]:
         for truth in (expected(case, world), native):
             if truth is not None:
                 torch.testing.assert_close(first, truth, msg=lambda text, c=case: f"{world} ranks, {c}: {text}", **near)
-        for rank in told[1:]:
+        for rank in output[1:]:
             assert torch.equal(rank[i][0], first), f"{world} ranks, {case}: ranks end with different bits"
-    return [[rank[i][1] for rank in told] for i in range(len(cases))]
+    return [[rank[i][1] for rank in output] for i in range(len(cases))]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 5])
@@ -181,9 +181,9 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(pool: RankPool, wor
         assert shard.numel() == count // world
         assert torch.equal(whole, ring)
         torch.testing.assert_close(whole, native)
-    told = pool.run(halves, world, world - 1)  # somebody's shard is empty
-    assert sum(first for _, first, *_ in told) == (world - 1) * 4 * (world - 1)
-    assert all(torch.equal(whole, ring) for _, _, whole, _, ring, _ in told)
+    output = pool.run(halves, world, world - 1)  # somebody's shard is empty
+    assert sum(first for _, first, *_ in output) == (world - 1) * 4 * (world - 1)
+    assert all(torch.equal(whole, ring) for _, _, whole, _, ring, _ in output)
 
 
 def several(name: str) -> list[Tensor]:

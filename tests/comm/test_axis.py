@@ -39,10 +39,10 @@ def every_kind() -> dict[str, Any]:
 
 
 def test_collectives_and_their_counters(pool: RankPool) -> None:
-    told = pool.run(every_kind, WORLD)
+    output = pool.run(every_kind, WORLD)
     inputs = [torch.arange(6.0).view(2, 3).t() + 10 * r for r in range(WORLD)]
     total = torch.stack(inputs).sum(0)
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(output):
         found, tally = one["found"], one["tally"]
         assert torch.equal(found["broadcast"], inputs[1])
         assert torch.equal(found["scatter"], inputs[0] + rank)
@@ -57,5 +57,5 @@ def test_collectives_and_their_counters(pool: RankPool) -> None:
             "gather": 24 * (rank != 1), "all_reduce": 24 + 8, "all_gather": 24, "reduce_scatter": 24, "all_to_all": 16,
         }  # fmt: skip
         assert all(t.calls == (2 if what == "all_reduce" else 1) for what, t in tally.items())
-    assert torch.equal(told[2]["found"]["receive"], inputs[0])
-    assert [one["tally"]["send"].bytes if "send" in one["tally"] else 0 for one in told] == [24, 0, 0]
+    assert torch.equal(output[2]["found"]["receive"], inputs[0])
+    assert [one["tally"]["send"].bytes if "send" in one["tally"] else 0 for one in output] == [24, 0, 0]

@@ -33,18 +33,18 @@ def mpirun(folder: Path, ranks: int, *command: str) -> Output:
 
 
 def test_collectives_and_the_parity_matrix(tmp_path: Path) -> None:
-    said = mpirun(tmp_path, 4, str(ROOT / "tests" / "helpers" / "under_mpi.py"))
-    assert said.code == 0, said.err[-4000:]
-    assert said.out.splitlines()[-1] == "same"
+    outcome = mpirun(tmp_path, 4, str(ROOT / "tests" / "helpers" / "under_mpi.py"))
+    assert outcome.code == 0, outcome.err[-4000:]
+    assert outcome.out.splitlines()[-1] == "same"
 
 
 def test_train_started_by_mpirun(tmp_path: Path, pool: RankPool) -> None:
     sections: dict[str, Any] = {**parity.BASE, "name": "run", "parallel": {"dp_shard": 2, "zero": 3}}
     sections["train"] = {**sections["train"], "steps": 2, "eval_every": 0}
     write_job(tmp_path, **sections, checkpoint={"every": 1, "background": True})
-    said = mpirun(tmp_path, 2, "-m", "weft", "train", "job.yaml")
-    assert said.code == 0, said.err[-4000:]
-    assert "2 × cpu, mpi" in said.out + said.err or '"backend": "mpi"' in run_of(tmp_path, "run").plan.read_text()
+    outcome = mpirun(tmp_path, 2, "-m", "weft", "train", "job.yaml")
+    assert outcome.code == 0, outcome.err[-4000:]
+    assert "2 × cpu, mpi" in outcome.out + outcome.err or '"backend": "mpi"' in run_of(tmp_path, "run").plan.read_text()
     local = parity.run(pool, parity.make_job(train=sections["train"]), "dp_shard 2 zero=3", 2).result.trace.losses
     assert losses(run_of(tmp_path, "run")) == {i + 1: [pytest.approx(x, rel=1e-6)] for i, x in enumerate(local)}
     again = mpirun(tmp_path, 2, "-m", "weft", "train", "job.yaml", "model.heads=3")
@@ -60,9 +60,9 @@ def test_rank_from_the_environment_of_mpi() -> None:
     assert rank_info({"PMI_RANK": "1", "PMI_SIZE": "2"}) == RankInfo(1, 2, 1, 2, "MPICH")
     assert not under_mpi({"PMI_RANK": "0", "PMI_SIZE": "1"})  # a shell under srun
     assert rank_info({}) == RankInfo(0, 1, 0, 1, "alone")
-    told = dict(ours)
-    assert export_torchrun_variables(told)
-    assert {k: told[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")} == {
+    output = dict(ours)
+    assert export_torchrun_variables(output)
+    assert {k: output[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")} == {
         "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
     }  # fmt: skip
     assert not export_torchrun_variables({})

@@ -46,9 +46,9 @@ def by_link() -> dict[str, dict[str, Tally]]:
 
 
 def test_bytes_inside_a_node_and_between_nodes(pool: RankPool) -> None:
-    for rank, told in enumerate(pool.run(by_link, WORLD)):
+    for rank, output in enumerate(pool.run(by_link, WORLD)):
         size, row = 4 * WORLD * 6, 4 * 6
-        tp, across, everyone = told["tp"], told["dp_replicate"], told["everyone"]
+        tp, across, everyone = output["tp"], output["dp_replicate"], output["everyone"]
         assert all(t.between == 0 for t in tp.values())  # neighbours share a node
         assert all(t.between == t.bytes for t in across.values())
         assert everyone["all_reduce"] == Tally(1, size, size * (rank in (1, 3)))  # the ring leaves a node there
@@ -57,7 +57,7 @@ def test_bytes_inside_a_node_and_between_nodes(pool: RankPool) -> None:
         assert everyone["gather"] == Tally(1, size * (rank != 0), size * (rank >= NEAR))
         assert everyone["send"] == Tally(1, size, size)
         # two levels: of 2 (n - 1) / n of the tensor only 2 (n - g) / n / g leave the node
-        sent = told["hierarchical"]["send"]
+        sent = output["hierarchical"]["send"]
         assert (sent.bytes, sent.between) == (4 * 80 * 6 // 4, 4 * 80 * 2 * (4 - 2) // 4 // 2)
 
 
@@ -99,9 +99,9 @@ def test_figures_of_a_timed_step(pool: RankPool) -> None:
             assert 0 <= found[1]["exposed_share"] <= found[1]["comm_share"] <= 1
             assert found[1]["comm_gb_per_s"] > 0 and found[1]["comm_share"] > 0
             assert kinds <= counts[axis].keys()
-            told = sum(t.bytes for t in counts[axis].values()) / 2**20
+            output = sum(t.bytes for t in counts[axis].values()) / 2**20
             assert (
-                told <= found[1]["comm_mib"] < told + 0.01
+                output <= found[1]["comm_mib"] < output + 0.01
             )  # the count, the norm and the figures travel over everyone
             if axis == "dp_shard":  # each rank hands over its half twice, forward and backward, and all gradients once
                 size = 4 * int(weights_of(job))

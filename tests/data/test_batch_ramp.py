@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from weft.data.loader import Loader
 from weft.job import JobError, parse_job
-from weft.job.batch_ramp import BatchRamp
+from weft.job.train import BatchRamp
 from weft.planner.make_plan import make_plan
 
 

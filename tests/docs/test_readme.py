@@ -134,9 +134,9 @@ def run_command(command, shell, interrupt):
 
 def test_the_readme(shell):
     outputs = run_page("README.md", shell)
-    said = "\n".join(outputs)
-    assert "resumed from step" in said
-    assert "layouts are the same run as one process" in said
+    result = "\n".join(outputs)
+    assert "resumed from step" in result
+    assert "layouts are the same run as one process" in result
     folder = shell[0]
     run = folder / "runs" / "tiny"
     assert (run / "report.html").stat().st_size > 100_000

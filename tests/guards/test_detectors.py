@@ -79,8 +79,8 @@ def test_slow_link_is_reported_once() -> None:
     other = ("tp", (0, 2))
     for i in range(40):
         assert links.add(0.1, {key: 0.010 + 0.001 * (i % 3), other: 0.002}) == []
-    told = [(i, found) for i in range(30) for found in links.add(0.13, {key: 0.045, other: 0.002})]
-    [(when, found)] = told
+    output = [(i, found) for i in range(30) for found in links.add(0.13, {key: 0.045, other: 0.002})]
+    [(when, found)] = output
     assert when < 20
     assert (found.axis, found.ranks) == key
     assert found.now_s > 4 * found.usual_s * 0.8
@@ -156,9 +156,9 @@ def test_out_of_memory_is_recognised_and_halves_the_microbatch() -> None:
     less = smaller(plan)
     assert less is not None
     assert (less.microbatch, less.accumulation) == (3, 4)
-    told = explain(caught.value, plan)
-    assert "the plan counts activations and logits 3.00 GiB, weights, gradients and optimizer 1.00 GiB" in told
-    assert told.endswith("train.microbatch=3 takes less")
+    output = explain(caught.value, plan)
+    assert "the plan counts activations and logits 3.00 GiB, weights, gradients and optimizer 1.00 GiB" in output
+    assert output.endswith("train.microbatch=3 takes less")
     least = smaller(less)
     assert least is not None
     assert (least.microbatch, least.accumulation) == (1, 12)

@@ -22,12 +22,14 @@ def test_out_of_memory_loses_no_step(tmp_path: Path) -> None:
         checkpoint={"every": 0},
     )
     spread = {"one": "parallel={dp_shard: 1}", "two": "parallel={dp_replicate: 2, dp_shard: 1}"}
-    told = {}
+    output = {}
     for name, model, layout in (("calm", "Plain", "one"), ("alone", "Hungry", "one"), ("both", "Hungry", "two")):
-        said = weft(tmp_path, "train", "job.yaml", f"name={name}", f"model=helpers.own_models:{model}", spread[layout])
-        assert said.code == 0, said.err
-        told[name] = losses(run_of(tmp_path, name))
-        assert sorted(told[name]) == list(range(1, STEPS + 1))
+        result = weft(
+            tmp_path, "train", "job.yaml", f"name={name}", f"model=helpers.own_models:{model}", spread[layout]
+        )
+        assert result.code == 0, result.err
+        output[name] = losses(run_of(tmp_path, name))
+        assert sorted(output[name]) == list(range(1, STEPS + 1))
     for name, failed_step in (("alone", 2), ("both", 3)):
         run = run_of(tmp_path, name)
         events = [e for e in read_jsonl(run.events) if e.get("fault") == "oom"]
@@ -40,8 +42,8 @@ def test_out_of_memory_loses_no_step(tmp_path: Path) -> None:
             e for e in read_jsonl(run.events) if e["event"] == "recovered" and e["how"] in ("spare", "regroup")
         ]
         assert (resumed["step"], resumed["steps_lost"]) == (failed_step, 0), "a complete step is computed again"
-        for step, values in told[name].items():
+        for step, values in output[name].items():
             assert len(values) == 1
-            assert values[-1] == pytest.approx(told["calm"][step][-1], rel=1e-5)
+            assert values[-1] == pytest.approx(output["calm"][step][-1], rel=1e-5)
     read = ids_by_step(run_of(tmp_path, "alone"))
     assert all(set(ids) == set(range(8 * (step - 1), 8 * step)) for step, ids in read.items())

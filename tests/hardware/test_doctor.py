@@ -48,9 +48,9 @@ def test_every_problem_has_a_remedy(tmp_path: Path) -> None:
 def test_json_has_the_overall_status() -> None:
     ok, warn, fail = Check("a", "ok", "x"), Check("b", "warn", "y", "do"), Check("c", "fail", "z", "do")
     assert (worst([ok]), worst([ok, warn]), worst([warn, fail, ok])) == ("ok", "warn", "fail")
-    said = json.loads(to_json([ok, fail]))
-    assert said["status"] == "fail"
-    assert said["checks"][1] == {"name": "c", "status": "fail", "detail": "z", "remedy": "do"}
+    result = json.loads(to_json([ok, fail]))
+    assert result["status"] == "fail"
+    assert result["checks"][1] == {"name": "c", "status": "fail", "detail": "z", "remedy": "do"}
 
 
 def test_an_old_python_fails() -> None:

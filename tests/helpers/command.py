@@ -106,10 +106,10 @@ def run_of(folder: Path, name: str) -> RunDir:
 
 def losses(run: RunDir) -> dict[int, list[float]]:
     """Every recorded loss of every step."""
-    told: dict[int, list[float]] = {}
+    output: dict[int, list[float]] = {}
     for record in read_jsonl(run.metrics):
-        told.setdefault(record["step"], []).append(record["loss"])
-    return told
+        output.setdefault(record["step"], []).append(record["loss"])
+    return output
 
 
 def step_of(run: RunDir) -> int:

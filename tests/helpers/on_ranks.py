@@ -25,7 +25,7 @@ from weft.guards.work_shares import limits, shares_of
 from weft.job.errors import WeftError
 from weft.job.schema import Job
 from weft.mesh import Mesh, connect
-from weft.optim.adafactor import add_up
+from weft.optim.replicas import add_up
 from weft.planner import RUNNABLE, Plan, check, make_plan
 from weft.training.build import build_state
 from weft.training.initial_weights import published_weights

@@ -64,6 +64,6 @@ def quantized_sums(size: int, kind: str) -> tuple[Tensor, Tensor, int]:
     plan = make_plan(Job.model_validate(raw), world)[1]
     axis = connect(plan).axes["dp_replicate"]
     values = torch.randn(size, generator=torch.Generator().manual_seed(axis.rank)) * 10 ** (axis.rank - 1)
-    told = sum_all(axis, CODECS[kind], values, None)[0]
+    output = sum_all(axis, CODECS[kind], values, None)[0]
     sent = sum(axis.bytes.values())
-    return told, axis.all_reduce(values.clone()), sent
+    return output, axis.all_reduce(values.clone()), sent

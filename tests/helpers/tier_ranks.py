@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm.shards import local_of
+from weft.comm.shards import like, local_of, shard_of
 from weft.data.dataset import open_dataset
 from weft.data.loader import Loader
 from weft.job.schema import Job
@@ -95,6 +95,30 @@ def run(
     tensors = {n: t.clone() for n, t in state.shards().items() if not n.startswith("random")}
     compute = {f"compute.{n}": local_of(t.detach()).clone() for n, t in state.model.compute_params.items()}
     return Ran(figures, tensors | compute, state)
+
+
+def updates(job: Job, states: str, steps: int, start: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """On ranks: whole tensors after some updates with gradients that are the same in every layout, from the tensors of
+    another run if there are some."""
+    job, plan = make_plan(job)
+    mesh = connect(plan, job.comm.timeout_s)
+    state = build_state(job, replace(plan, states=states, host_share=0.5), mesh)
+    if start is not None:
+        into = state.loadable_tensors(saved_world=0)
+        with torch.no_grad():
+            for name, tensor in into.items():
+                local_of(tensor).copy_(start[name][shard_of(tensor).box])
+        state.restore(into, {**state.counts(), "step": 2})
+    for _ in range(steps):
+        for number, leaf in enumerate(state.model.grad_params.values()):
+            chance = torch.Generator().manual_seed(1000 * state.step + number)
+            grad = torch.randn(leaf.shape, generator=chance)
+            leaf.grad = like(grad[shard_of(leaf).box].to(leaf.dtype).contiguous(), leaf)
+        state.optimizers.step_number = state.step
+        state.optimizers.step(LR)
+        state.step += 1
+    found = {n: t for n, t in state.tensors().items() if n.startswith(("model.", "optim."))}
+    return {n: shard_of(t).whole(local_of(t)).clone() for n, t in found.items()}
 
 
 def compare(job: Job, changes: dict[str, Any], disk: str) -> list[str]:

@@ -37,7 +37,7 @@ def test_the_schema_lists_registered_names(job: Path) -> None:
         "print(json.dumps([d['Optim']['properties']['name']['enum'], d['Model']['properties']['family']]))"
     )
     optimizers, family = json.loads(python(job, "-c", code).out)
-    assert optimizers == ["adamw", "sgd", "adafactor", "muon", "lion"]
+    assert optimizers == ["adamw", "sgd", "adafactor", "muon", "lars", "lamb", "lion"]
     assert "residual-mlp" in json.dumps(family)
 
 
@@ -62,7 +62,9 @@ def test_train_runs_them_on_two_ranks(job: Path) -> None:
     losses = [json.loads(line)["loss"] for line in (job / "runs/own/metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < 0.9 * losses[0]
     again = weft(job, "train", "own.yaml", "optim.name=lionn")
-    assert again.code == 2 and "must be adamw, sgd, adafactor, muon or lion; did you mean lion?" in again.err
+    assert (
+        again.code == 2 and "must be adamw, sgd, adafactor, muon, lars, lamb or lion; did you mean lion?" in again.err
+    )
 
 
 def test_only_a_job_file_imports_extensions(tmp_path: Path) -> None:

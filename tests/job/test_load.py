@@ -80,7 +80,7 @@ def test_number_formats(tmp_path: Path, text: str, number: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "says"),
+    ("raw", "message"),
     [
         ({"modle": {}}, "modle: unknown key; did you mean model?"),
         ({"train": {"step": 3}}, "train.step: unknown key; did you mean train.steps?"),
@@ -98,7 +98,7 @@ def test_number_formats(tmp_path: Path, text: str, number: float) -> None:
         ({"train": {"microbatch": "all"}}, "train.microbatch='all': must be a whole number or auto"),
         ({"train": "fast"}, "train='fast': must be key: value lines"),
         ({"optim": {"lr": "high"}}, "optim.lr='high': must be a number"),
-        ({"optim": {"name": "adam"}}, "optim.name='adam': must be adamw, sgd, adafactor or muon"),
+        ({"optim": {"name": "adam"}}, "optim.name='adam': must be adamw, sgd, adafactor, muon, lars or lamb"),
         ({"parallel": "autoo"}, "parallel='autoo': must be key: value lines or auto"),
         ({"parallel": {"dp_shard": 0}},
          "parallel.dp_shard=0: must be from 1 to 1000000000, or -1 for the rest of the ranks"),
@@ -123,15 +123,17 @@ def test_number_formats(tmp_path: Path, text: str, number: float) -> None:
          "watch.prometheus='here': must be a port, HOST:PORT or a file that ends in .prom"),
         ({"watch": {"alerts": {"to": [{"mail": "a@b", "command": "x"}]}}},
          "watch.alerts.to.0: must have exactly one of command, webhook and mail"),
+        ({"watch": {"alerts": {"to": [{"command": "cat >> alerts.txt"}]}}},
+         "watch.alerts.to.0: must have a command without shell operators, or: command: sh -c 'cat >> alerts.txt'"),
     ],
 )  # fmt: skip
-def test_mistakes(raw: dict[str, Any], says: str) -> None:
-    assert refused(raw).startswith(says)
+def test_mistakes(raw: dict[str, Any], message: str) -> None:
+    assert refused(raw).startswith(message)
 
 
 def test_errors_of_sections_made_in_python() -> None:
     """A section alone says where it belongs; none shows pydantic's own words."""
-    for make, says in (
+    for make, message in (
         (lambda: Job(train={"stps": 3}), "train.stps: unknown key; did you mean train.steps?"),  # type: ignore[arg-type]
         (lambda: Train(stps=3), "train.stps: unknown key; did you mean train.steps?"),  # type: ignore[call-arg]
         (lambda: Model(rope_scaling={"fctor": 2}),  # type: ignore[arg-type]
@@ -141,7 +143,7 @@ def test_errors_of_sections_made_in_python() -> None:
     ):  # fmt: skip
         with pytest.raises(JobError) as caught:
             make()
-        assert str(caught.value) == says
+        assert str(caught.value) == message
 
 
 def test_all_errors_are_listed() -> None:
@@ -149,7 +151,7 @@ def test_all_errors_are_listed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("train: {steps: 1}\ntrain: {steps: 2}\n", "the key 'train' is repeated (line 2); keep one of them"),
         ("train: {steps: 1, steps: 2}\n", "the key 'steps' is repeated (line 1); keep one of them"),
@@ -159,10 +161,10 @@ def test_all_errors_are_listed() -> None:
         ("train:\n\tsteps: 1", "line 2 is not YAML"),
     ],
 )
-def test_invalid_files(tmp_path: Path, text: str, says: str) -> None:
+def test_invalid_files(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(JobError) as caught:
         load_job(written(tmp_path, text))
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_file_in_another_encoding(tmp_path: Path) -> None:

@@ -114,8 +114,8 @@ def test_refused_start_keeps_a_folder_with_other_files(tmp_path: Path) -> None:
     write_job(tmp_path, **SMALL)
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.txt").write_text("x")
-    said = weft(tmp_path, "train", "job.yaml", "runs_dir=.", "name=precious", "model={module: 'nosuchmod:Model'}")
-    assert said.code == Exit.JOB, said.err
+    result = weft(tmp_path, "train", "job.yaml", "runs_dir=.", "name=precious", "model={module: 'nosuchmod:Model'}")
+    assert result.code == Exit.JOB, result.err
     assert (tmp_path / "precious" / "thesis.txt").read_text() == "x"
     assert not (tmp_path / "precious" / "job.yaml").exists()
 
@@ -123,9 +123,9 @@ def test_refused_start_keeps_a_folder_with_other_files(tmp_path: Path) -> None:
 def test_wrong_sample_after_some_steps_keeps_the_run(tmp_path: Path) -> None:
     write_job(tmp_path, **{**SMALL, "checkpoint": {"every": 10, "background": False}})  # none is under way at the end
     (tmp_path / "late.py").write_text(OWN)
-    said = weft(tmp_path, "train", "job.yaml", "data.source=late:Late", "model.vocab=16")
+    result = weft(tmp_path, "train", "job.yaml", "data.source=late:Late", "model.vocab=16")
     run = run_of(tmp_path, "job")
-    assert said.code == Exit.JOB, said.err
+    assert result.code == Exit.JOB, result.err
     assert step_of(run) >= 20
     assert (run.checkpoints / "step-00000020").exists()
     assert run.job.exists() and run.plan.exists()
@@ -173,6 +173,6 @@ def test_moved_run_folder_ends_the_run(tmp_path: Path, options: list[str]) -> No
     started = Started(tmp_path, "train", "job.yaml", *options)
     started.wait_for(lambda: step_of(run) >= 3)
     run.path.rename(tmp_path / "moved")
-    said = started.end()
-    assert said.code == Exit.MACHINE, said.err
-    assert "the run folder runs/job was moved or deleted" in said.last
+    result = started.end()
+    assert result.code == Exit.MACHINE, result.err
+    assert "the run folder runs/job was moved or deleted" in result.last

@@ -41,19 +41,19 @@ def test_two_hosts_train_the_same_run(tmp_path: Path, pool: RankPool, monkeypatc
                 "--node-rank", str(host), "--master-addr", hosts.address(0), "--master-port", "29871",
                 "-m", "weft", "train", "job.yaml",
             ]  # fmt: skip
-            with (tmp_path / f"host-{host}.txt").open("w") as said:
-                nodes.append(hosts.start(host, line, env=ENV, cwd=tmp_path, stdout=said, stderr=said))
+            with (tmp_path / f"host-{host}.txt").open("w") as outcome:
+                nodes.append(hosts.start(host, line, env=ENV, cwd=tmp_path, stdout=outcome, stderr=outcome))
         codes = [node.wait(DEADLINE_S) for node in nodes]
-        said = "".join((tmp_path / f"host-{host}.txt").read_text() for host in range(2))
-        assert codes == [0, 0], said[-4000:]
+        outcome = "".join((tmp_path / f"host-{host}.txt").read_text() for host in range(2))
+        assert codes == [0, 0], outcome[-4000:]
         sent = [hosts.sent(host) - before[host] for host in range(2)]
         look = hosts.start(
             1, ["env", "-u", GLOO, "-u", NCCL, sys.executable, "-c", LOOK],
             env={**ENV, "MASTER_ADDR": hosts.address(0)}, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
-        name, why, told = look.communicate(timeout=DEADLINE_S)[0].strip().split(" | ")
+        name, why, output = look.communicate(timeout=DEADLINE_S)[0].strip().split(" | ")
         assert (name, why) == ("eth0", f"on the route to MASTER_ADDR={hosts.address(0)}")
-        assert told.startswith("eth0")
+        assert output.startswith("eth0")
     assert min(sent) > 20_000  # gradients crossed the wire, both ways
     local = parity.run(pool, parity.make_job(train=sections["train"]), "dp_replicate 2 × dp_shard 2 zero=3", 3)
     expected = {i + 1: [pytest.approx(x, rel=1e-5)] for i, x in enumerate(local.result.trace.losses)}

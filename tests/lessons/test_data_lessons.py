@@ -159,10 +159,10 @@ LAST_LINES = {
 
 def output_of(name: str, store: str) -> str:
     """What a rank prints in the lesson."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    result = io.StringIO()
+    with contextlib.redirect_stdout(result):
         load_lesson(name).lesson(int(os.environ["RANK"]), store)
-    return said.getvalue()
+    return result.getvalue()
 
 
 @pytest.mark.parametrize("name", LAST_LINES)

@@ -61,8 +61,8 @@ def test_the_lesson_equals_the_engine(pool: RankPool) -> None:
 
 
 def test_the_lesson_runs(tmp_path: Path) -> None:
-    said = weft(tmp_path, "lesson", "experts")
-    assert said.code == 0, said.err
-    lines = said.out.splitlines()
+    result = weft(tmp_path, "lesson", "experts")
+    assert result.code == 0, result.err
+    lines = result.out.splitlines()
     assert lines[1].startswith("rank 1: experts 2 and 3, sent ")
     assert lines[-1] == "Output and gradients equal those of one process that holds all experts."

@@ -92,9 +92,9 @@ def test_the_lesson_has_the_gradients_of_the_engine(pool: RankPool, schedule: st
 
 
 def test_the_lesson_runs(tmp_path: Path) -> None:
-    said = weft(tmp_path, "lesson", "pipeline")
-    assert said.code == 0, said.err
-    lines = said.out.splitlines()
+    result = weft(tmp_path, "lesson", "pipeline")
+    assert result.code == 0, result.err
+    lines = result.out.splitlines()
     rows = {line.split()[0]: line for line in lines if line.split() and line.split()[0] in SCHEDULES}
     truth = lines[0].split()[-1]
     assert set(rows) == set(SCHEDULES)

@@ -53,9 +53,9 @@ def test_the_lesson_equals_the_engine(pool: RankPool) -> None:
 
 
 def test_the_lesson_runs(tmp_path: Path) -> None:
-    said = weft(tmp_path, "lesson", "ring_attention")
-    assert said.code == 0, said.err
-    lines = said.out.splitlines()
+    result = weft(tmp_path, "lesson", "ring_attention")
+    assert result.code == 0, result.err
+    lines = result.out.splitlines()
     assert lines[1] == "rank 1: scores computed in each hop: [136, 128, 128, 128]"
     assert lines[-1] == "Output and gradients equal those of one process that has the whole sequence."
     assert len(lessons()["ring_attention"].read_text(encoding="utf-8").splitlines()) < 120

@@ -17,10 +17,10 @@ def test_quick_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["calibrate", "--quick", "--json"])
     assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
-    found = load_measured(told["name"])
-    assert found is not None and (tmp_path / told["path"]).is_file()
-    assert json.loads(json.dumps(found.to_json())) == {k: v for k, v in told.items() if k != "path"}
+    reported = json.loads(done.stdout)
+    found = load_measured(reported["name"])
+    assert found is not None and (tmp_path / reported["path"]).is_file()
+    assert json.loads(json.dumps(found.to_json())) == {k: v for k, v in reported.items() if k != "path"}
     assert all(p.tflops > 0 for p in found.products)
     assert {m.kind for m in found.collectives} >= {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
     assert min(found.disk_write_gb_s, found.disk_read_gb_s, found.launch_s, found.optimizer_ns) > 0

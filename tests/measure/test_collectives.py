@@ -102,9 +102,9 @@ def test_mistakes_are_one_sentence(given: dict[str, Any], message: str) -> None:
         "nproc": 2, "kinds": None, "algorithms": None, "dtypes": "fp32", "smallest": "1K", "largest": "4K",
         "device": "cpu", "seconds": 0.0, "html": None, "as_json": False,
     }  # fmt: skip
-    with pytest.raises(JobError) as said:
+    with pytest.raises(JobError) as result:
         run_and_show(**{**usual, **given})
-    assert str(said.value) == message
+    assert str(result.value) == message
 
 
 def test_sizes() -> None:

@@ -41,10 +41,10 @@ def test_strong_and_weak_scaling(
         return 0, run, Plan("cpu", "cpu", "gloo", dp_shard=nproc)
 
     monkeypatch.setattr(scaling, "short_run", short_run)
-    said = in_process(tmp_path, "bench", "scaling", "job.yaml", "--ranks", "2,1,4", "--html", "s.html")
-    assert said.code == Exit.DONE, said.err
+    result = in_process(tmp_path, "bench", "scaling", "job.yaml", "--ranks", "2,1,4", "--html", "s.html")
+    assert result.code == Exit.DONE, result.err
     assert taken == [(1, 8), (2, 8), (4, 8), (2, 16), (4, 32)]
-    strong, weak = said.out.split("weak scaling")
+    strong, weak = result.out.split("weak scaling")
     assert [line.split()[5] for line in strong.splitlines()[2:5]] == ["100%", "89%", "80%"]
     assert [line.split()[5] for line in weak.splitlines()[2:5]] == ["100%", "94%", "94%"]
     assert "Strong scaling" in (tmp_path / "s.html").read_text(encoding="utf-8")
@@ -56,17 +56,17 @@ def test_mistakes_of_scaling(tmp_path: Path, in_process: Callable[..., Output]) 
         (("--ranks", "1,x"), "is not a list of numbers of ranks"), (("--ranks", "0"), "is not a list"),
         (("--kind", "odd"), "use strong, weak or both"), (("--ranks", "1,3"), "train.global_batch=8"),
     ):  # fmt: skip
-        said = in_process(tmp_path, "bench", "scaling", "job.yaml", *words)
-        assert said.code == Exit.JOB and text in said.err, said.err
+        result = in_process(tmp_path, "bench", "scaling", "job.yaml", *words)
+        assert result.code == Exit.JOB and text in result.err, result.err
 
 
 def test_power(tmp_path: Path, in_process: Callable[..., Output], monkeypatch: pytest.MonkeyPatch) -> None:
     write_job(tmp_path, **JOB)
-    said = in_process(tmp_path, "train", "job.yaml", "watch.power_cap_w=300")
-    assert said.code == Exit.JOB and "watch.power_cap_w=300 limits GPUs" in said.err
+    result = in_process(tmp_path, "train", "job.yaml", "watch.power_cap_w=300")
+    assert result.code == Exit.JOB and "watch.power_cap_w=300 limits GPUs" in result.err
     monkeypatch.setattr(power, "probe", lambda: type("Machine", (), {"gpus": ()}))
-    said = in_process(tmp_path, "bench", "power", "job.yaml")
-    assert said.code == Exit.MACHINE and "needs an NVIDIA GPU" in said.err
+    result = in_process(tmp_path, "bench", "power", "job.yaml")
+    assert result.code == Exit.MACHINE and "needs an NVIDIA GPU" in result.err
 
     class Gpu:
         def limits_w(self) -> tuple[float, float]:

@@ -31,9 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_ranks(folder: Path) -> None:
-    said = weft(folder, "bench", "step", "job.yaml", "--steps", "2", "--json")
-    assert said.code == Exit.DONE, said.err
-    found = json.loads(said.out)
+    result = weft(folder, "bench", "step", "job.yaml", "--steps", "2", "--json")
+    assert result.code == Exit.DONE, result.err
+    found = json.loads(result.out)
     run = RunDir(folder / "runs" / "small-bench")
     assert json.loads(run.profile.read_text()) == found
     assert (found["layout"], found["precision"], found["profiled_steps"]) == ("dp_shard 2 (zero 3)", "fp32", 2)

@@ -22,9 +22,9 @@ JOB = {
 
 def test_a_pipeline(tmp_path: Path) -> None:
     write_job(tmp_path, **JOB)
-    said = weft(tmp_path, "trace", "job.yaml", "--steps", "2", "--out", "all.json", "--json")
-    assert said.code == Exit.DONE, said.err
-    found = json.loads(said.out)
+    result = weft(tmp_path, "trace", "job.yaml", "--steps", "2", "--out", "all.json", "--json")
+    assert result.code == Exit.DONE, result.err
+    found = json.loads(result.out)
     assert found["path"] == str(tmp_path / "all.json") and found["steps"] == [9, 10]
     for rank in found["ranks"]:
         parts = rank["parts_ms"]
@@ -73,8 +73,8 @@ def test_mistakes(tmp_path: Path, in_process: Callable[..., Output], monkeypatch
     write_job(tmp_path, **JOB)
     assert in_process(tmp_path, "trace", "job.yaml", "--steps", "0").code == Exit.JOB
     assert in_process(tmp_path, "trace", "nothing.yaml").code == Exit.JOB
-    said = in_process(tmp_path, "trace", "job.yaml", "watch.trace.at=0")
-    assert said.code == Exit.JOB and "watch.trace.at" in said.err
+    result = in_process(tmp_path, "trace", "job.yaml", "watch.trace.at=0")
+    assert result.code == Exit.JOB and "watch.trace.at" in result.err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    said = in_process(tmp_path, "trace", "job.yaml", "--open")
-    assert said.code == Exit.MACHINE and "pip install 'weft[trace]'" in said.err
+    result = in_process(tmp_path, "trace", "job.yaml", "--open")
+    assert result.code == Exit.MACHINE and "pip install 'weft[trace]'" in result.err

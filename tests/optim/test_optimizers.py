@@ -59,6 +59,40 @@ def test_steps_agree_with_torch(name: str, make: Any, tolerance: float) -> None:
         assert not torch.equal(ours[n], start[n])
 
 
+def lars_step(weight: Tensor, grad: Tensor, state: dict[str, Tensor], step: int, decay: float) -> None:
+    """You et al. 2017, algorithm 1, with momentum as in torch's SGD."""
+    ratio = 0.02 * weight.norm() / (grad.norm() + decay * weight.norm()) if weight.dim() > 1 else 1.0
+    state["m"] = 0.9 * state.get("m", torch.zeros_like(weight)) + ratio * (grad + decay * weight)
+    weight -= 0.01 * state["m"]
+
+
+def lamb_step(weight: Tensor, grad: Tensor, state: dict[str, Tensor], step: int, decay: float) -> None:
+    """You et al. 2020, algorithm 2."""
+    state["m"] = 0.9 * state.get("m", torch.zeros_like(weight)) + 0.1 * grad
+    state["v"] = 0.95 * state.get("v", torch.zeros_like(weight)) + 0.05 * grad**2
+    update = state["m"] / (1 - 0.9**step) / ((state["v"] / (1 - 0.95**step)).sqrt() + 1e-8) + decay * weight
+    weight -= 0.01 * (weight.norm() / update.norm() if weight.dim() > 1 else 1.0) * update
+
+
+@pytest.mark.parametrize(("name", "one_step"), [("lars", lars_step), ("lamb", lamb_step)])
+def test_trust_ratios_are_those_of_the_papers(name: str, one_step: Any) -> None:
+    """Vectors have neither ratio nor decay. A step that is skipped changes nothing, also if it is the first."""
+    ours, theirs = weights(), {n: w.detach().clone() for n, w in weights().items()}
+    optimizer = build_optimizers(Optim(name=name, lr=0.01, trust=0.02), ours, lambda n: n.startswith("blocks"))
+    states: dict[str, dict[str, Tensor]] = {n: {} for n in SHAPES}
+    random = torch.Generator().manual_seed(1)
+    for step in range(5):
+        for n, shape in SHAPES.items():
+            ours[n].grad = torch.randn(shape, generator=random)
+            if step:
+                one_step(theirs[n], ours[n].grad.clone(), states[n], step, 0.1 if len(shape) > 1 else 0.0)
+            else:
+                ours[n].grad.view(-1)[0] = torch.inf
+        optimizer.step(0.01, taken=torch.tensor(step > 0))
+        for n in SHAPES:
+            torch.testing.assert_close(ours[n].detach(), theirs[n], msg=f"{n} in step {step}")
+
+
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
 def test_vectors_do_not_decay_and_allocate_changes_no_weight(name: str) -> None:
     master_params = weights()

@@ -27,6 +27,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "sgd": ("precision=bf16", "train.ema=0.9"),
     "muon": ("precision=bf16", "train.ema=0.9", "memory.recompute=1"),
     "adafactor": ("precision=fp32", "optim.clip=0", "model.tied=true"),
+    "lars": ("precision=bf16",),
+    "lamb": ("precision=bf16", "train.ema=0.9"),
 }
 """Settings that go with each optimizer, so that all of them occur."""
 
@@ -66,7 +68,7 @@ def test_layouts(world: Callable[[int], Callable[..., list[Any]]], tmp_path: Pat
     host, disk = {"host_share": 1.0}, {"disk_share": 0.5, "host_share": 0.25}
     for optimizer, layout, changes in (
         ("adamw", "dp_shard=2 zero=3", disk), ("muon", "dp_shard=2 zero=1", host), ("adafactor", "tp=2", host),
-        ("sgd", "pp=2", host), ("adamw", "dp_replicate=2", host),
+        ("sgd", "pp=2", host), ("adamw", "dp_replicate=2", host), ("lamb", "dp_shard=2 zero=2", disk),
     ):  # fmt: skip
         job = make_job(f"optim.name={optimizer}", "precision=bf16", "train.ema=0.9", parallel=section(layout))
         found = world(2)(tier_ranks.compare, job, changes, str(tmp_path))

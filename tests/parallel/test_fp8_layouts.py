@@ -76,5 +76,7 @@ def test_other_models(pool: RankPool, name: str) -> None:
 
 def test_fp8_skip_of_an_unknown_layer_is_refused(pool: RankPool) -> None:
     job = make_job(model=WIDE, precision="fp8", fp8={"skip": ["blocks.*.ff"]})
-    (said,) = pool.run(on_ranks.refusal, 1, with_layout(job, section("1")))
-    assert said == "JobError: fp8.skip names 'blocks.*.ff', which fits no layer; the first layer is 'blocks.0.attn.q'"
+    (outcome,) = pool.run(on_ranks.refusal, 1, with_layout(job, section("1")))
+    assert (
+        outcome == "JobError: fp8.skip names 'blocks.*.ff', which fits no layer; the first layer is 'blocks.0.attn.q'"
+    )

@@ -86,7 +86,7 @@ def test_recompute_of_user_modules(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "says"),
+    ("name", "layout", "text"),
     [
         ("Plain", "tp 2", "JobError: Plain has no table of parts, so parallel.tp must be 1; for tp give the class an "
                           "attribute `parts` such as {'*.up': 'column', '*.down': 'row'}"),
@@ -99,10 +99,10 @@ def test_recompute_of_user_modules(pool: RankPool) -> None:
         ("Missing", "1", "JobError: model.module='helpers.own_models:Missing': helpers.own_models has no 'Missing'"),
     ],
 )  # fmt: skip
-def test_unsupported_user_modules_are_refused(pool: RankPool, name: str, layout: str, says: str) -> None:
+def test_unsupported_user_modules_are_refused(pool: RankPool, name: str, layout: str, text: str) -> None:
     job = with_layout(own(name), section(layout))
     answers = pool.run(on_ranks.refusal, ranks(section(layout)), job)
-    assert answers == [says] * len(answers)
+    assert answers == [text] * len(answers)
 
 
 def test_an_output_without_a_name_is_refused() -> None:

@@ -59,23 +59,23 @@ def job(**given: object) -> Job:
 
 def test_an_estimate_has_its_keys_and_adds_up() -> None:
     described, plan = make_plan(job(parallel={"tp": 2, "dp_shard": -1, "zero": 1}))
-    told = estimate_job(described, plan)
-    assert told.keys() >= KEYS
-    assert sum(told["memory"].values()) == pytest.approx(told["peak_memory_gib"])
-    assert sum(told["time"].values()) == pytest.approx(told["step_time_s"])
-    assert told["range_s"][0] < told["step_time_s"] < told["range_s"][1]
-    assert told["tokens_per_s_per_gpu"] == pytest.approx(256 * 4096 / told["step_time_s"] / 32)
-    assert 0.2 < told["mfu"] < 0.7
-    assert told["cost_usd"] == pytest.approx(told["price_usd_hour"] * 32 * told["hours"])
+    output = estimate_job(described, plan)
+    assert output.keys() >= KEYS
+    assert sum(output["memory"].values()) == pytest.approx(output["peak_memory_gib"])
+    assert sum(output["time"].values()) == pytest.approx(output["step_time_s"])
+    assert output["range_s"][0] < output["step_time_s"] < output["range_s"][1]
+    assert output["tokens_per_s_per_gpu"] == pytest.approx(256 * 4096 / output["step_time_s"] / 32)
+    assert 0.2 < output["mfu"] < 0.7
+    assert output["cost_usd"] == pytest.approx(output["price_usd_hour"] * 32 * output["hours"])
 
 
 def test_memory_is_told_for_every_stage() -> None:
     described, plan = make_plan(job(parallel={"pp": 4, "dp_shard": -1, "zero": 1}))
-    told = estimate_job(described, plan)
-    totals = [stage["total"] for stage in told["memory_by_stage"]]
+    output = estimate_job(described, plan)
+    totals = [stage["total"] for stage in output["memory_by_stage"]]
     assert len(totals) == 4
-    assert told["peak_memory_gib"] == pytest.approx(max(totals))
-    assert told["memory_by_stage"][1]["activations"] > told["memory_by_stage"][2]["activations"]
+    assert output["peak_memory_gib"] == pytest.approx(max(totals))
+    assert output["memory_by_stage"][1]["activations"] > output["memory_by_stage"][2]["activations"]
 
 
 def test_seven_billion_by_hand() -> None:
@@ -109,8 +109,8 @@ def test_facts_agree_with_the_counts(shape: str) -> None:
     counts = count_parameters(described.model)
     assert counts is not None
     assert float(facts.parameters) == counts.total
-    told = float(facts.flops_per_token()) * float(facts.seq_len)
-    assert told == pytest.approx(
+    output = float(facts.flops_per_token()) * float(facts.seq_len)
+    assert output == pytest.approx(
         flops_per_sample(described.model, 64), rel=0.04
     )  # vectors are counted there, only products here
 
@@ -169,9 +169,9 @@ def test_what_saves_memory_saves_memory(drawn: dict[str, int]) -> None:
 @pytest.mark.parametrize(("pp", "count"), [(2, 4), (4, 8), (4, 16)])
 def test_closed_forms_agree_with_the_simulator(name: str, virtual: int, pp: int, count: int) -> None:
     layouts = Layouts.of(pp=pp, virtual_stages=virtual, accumulation=count, schedule=SCHEDULE_NAMES.index(name))
-    told, bubble = step_time(layouts, pp * virtual, stage_layers(pp * virtual, pp * virtual), 1.0, 2.0, 0.0, 0.0)
+    output, bubble = step_time(layouts, pp * virtual, stage_layers(pp * virtual, pp * virtual), 1.0, 2.0, 0.0, 0.0)
     line = simulate(make_schedule(name, pp, count, virtual), Costs((1.0,) * pp * virtual, (2.0,) * pp * virtual))
-    assert float(told[0]) == pytest.approx(line.length)
+    assert float(output[0]) == pytest.approx(line.length)
     assert float(bubble[0]) == pytest.approx(line.length - count * 3.0 * virtual)
 
 
@@ -203,18 +203,18 @@ def test_an_unknown_calibration_is_refused() -> None:
 
 def test_one_hundred_layouts_are_one_call() -> None:
     many = Layouts.of(tp=np.array([1, 2, 4, 8] * 25), dp_shard=4, zero=1, accumulation=8)
-    told = estimate(model_facts(job()), CLUSTER, many, load_calibration("default"), 256)
+    output = estimate(model_facts(job()), CLUSTER, many, load_calibration("default"), 256)
     single = estimate(model_facts(job()), CLUSTER, many.take(np.array([1])), load_calibration("default"), 256)
-    assert told.step_time_s.shape == (100,)
-    assert float(told.step_time_s[1]) == pytest.approx(float(single.step_time_s[0]))
-    assert float(told.peak_gib[1]) == pytest.approx(float(single.peak_gib[0]))
-    assert float(np.sum([v[1] for v in told.memory.values()])) * GIB > 0
+    assert output.step_time_s.shape == (100,)
+    assert float(output.step_time_s[1]) == pytest.approx(float(single.step_time_s[0]))
+    assert float(output.peak_gib[1]) == pytest.approx(float(single.peak_gib[0]))
+    assert float(np.sum([v[1] for v in output.memory.values()])) * GIB > 0
 
 
 def test_a_recipe_can_be_estimated() -> None:
     described, plan = make_plan(load_job("demo"), 2)
-    told = estimate_job(described, plan)
-    assert told["step_time_s"] > 0 and told["fits"]
+    output = estimate_job(described, plan)
+    assert output["step_time_s"] > 0 and output["fits"]
 
 
 def test_zero_1_holds_whole_gradients_while_it_adds_them_up() -> None:

@@ -64,14 +64,14 @@ def test_plans_are_made_without_torch() -> None:
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
         "print(json.dumps(layouts))"
     )
-    said = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code],
         input=json.dumps(list(THEORY.values())),
         capture_output=True,
         text=True,
         check=True,
     )
-    assert json.loads(said.stdout) == [EXPECTED[name][0] for name in THEORY]
+    assert json.loads(result.stdout) == [EXPECTED[name][0] for name in THEORY]
 
 
 @pytest.mark.parametrize(

@@ -61,12 +61,12 @@ def test_exports_replace_only_exports(command: Weft, in_process: Callable[..., O
     kept = {"README.md": "my own", "model-00001-of-00002.safetensors": "a", "model.safetensors.index.json": "{}"}
     for name, text in kept.items():
         (mine / name).write_text(text)
-    for to, out, says in (
+    for to, out, message in (
         ("hf", "mine", "mine holds other files; name a new folder such as my-model"),
         ("safetensors", "mine/model.safetensors", "was not written by weft export; name another --out"),
     ):
         refused = in_process(tmp_path, "export", "stories", "--to", to, "--out", out)
-        assert refused.code == 2 and says in refused.err
+        assert refused.code == 2 and message in refused.err
     assert {path.name: path.read_text() for path in mine.iterdir()} == kept
     for size, files in (("300KB", 4), ("2GB", 1), ("600KB", 2)):
         command("export", "stories", "--to", "hf", "--out", "out", "--shard-size", size)

@@ -185,7 +185,7 @@ def test_a_second_server_is_lost_and_rejoins(tmp_path: Path) -> None:
 
 
 def test_every_optimizer_steps_on_a_server(tmp_path: Path) -> None:
-    for name in ("adamw", "sgd", "adafactor", "muon"):
+    for name in ("adamw", "sgd", "adafactor", "muon", "lars", "lamb"):
         master_params: dict[str, Tensor] = {n: nn.Parameter(torch.ones(4, 4)) for n in ("blocks.0.w", "head")}
         optim = Optim.model_validate({"name": name})
         make = partial(build_optimizers, optim, is_block=lambda path: path.startswith("blocks"))

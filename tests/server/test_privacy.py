@@ -132,8 +132,8 @@ def play(count: int, threshold: int, drops: dict[str, list[int]], length: int = 
                     clients[c].receive_shares({int(o): bytes.fromhex(d) for o, d in task["sealed"].items()})
                     server.answer(c, {}, {"vector": clients[c].mask(encode(values[c]))})
                 case "unmask":
-                    told = clients[c].reveal(task["survivors"])
-                    server.answer(c, {"shares": {str(o): [k, hex(s)] for o, (k, s) in told.items()}}, {})
+                    output = clients[c].reveal(task["survivors"])
+                    server.answer(c, {"shares": {str(o): [k, hex(s)] for o, (k, s) in output.items()}}, {})
     return server, values
 
 
@@ -175,8 +175,8 @@ def test_a_client_reveals_once_and_never_to_too_few() -> None:
         clients[0].reveal([0, 1])
     with pytest.raises(ValueError, match="once"):
         clients[0].reveal([1, 2, 3])
-    told = clients[0].reveal([0, 1, 2])
-    assert {c: kind for c, (kind, _) in told.items()} == {0: "own", 1: "own", 2: "own", 3: "mask"}
+    output = clients[0].reveal([0, 1, 2])
+    assert {c: kind for c, (kind, _) in output.items()} == {0: "own", 1: "own", 2: "own", 3: "mask"}
     with pytest.raises(ValueError, match="once"):  # the other half of the same client's masks
         clients[0].reveal([0, 2, 3])
     with pytest.raises(ValueError, match="distinct keys"):

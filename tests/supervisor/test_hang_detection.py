@@ -55,7 +55,7 @@ def test_main_stack_is_the_main_threads() -> None:
 
 
 def record(**fields: object) -> Record:
-    blank = Record(0, os.getpid(), 1, 0, 0, 1, 0, 0, 0, "compute", 0, 0, 0, 0, ())
+    blank = Record(0, os.getpid(), 1, 0, 0, 1, 0, 0, 0, "compute", 0, 0, 0, 0, 0, ())
     return replace(blank, **fields)  # type: ignore[arg-type]
 
 

@@ -24,11 +24,11 @@ def test_third_interrupt_kills_a_hung_run(tmp_path: Path) -> None:
     started.wait_for((tmp_path / "stuck").exists)
     ranks = started.ranks()
     started.wait_for_end(lambda: started.process.send_signal(signal.SIGINT))
-    said = started.end()
-    assert said.code == Exit.INTERRUPTED
-    assert said.last == "stopped without saving; start the same command again to resume from the last checkpoint"
-    assert "SIGKILL" not in said.err
-    assert "Traceback" not in said.err
+    result = started.end()
+    assert result.code == Exit.INTERRUPTED
+    assert result.last == "stopped without saving; start the same command again to resume from the last checkpoint"
+    assert "SIGKILL" not in result.err
+    assert "Traceback" not in result.err
     assert not any(rank.is_running() for rank in ranks)
     assert not run_of(tmp_path, "job").checkpoints.exists()
     assert KILL_AFTER_INTERRUPTS == 3
@@ -44,9 +44,9 @@ def test_unreadable_failure_record_is_ignored(tmp_path: Path, left: str | None) 
         path.mkdir()
     else:
         path.write_text(left, encoding="utf-8")
-    said: list[str] = []
-    assert explain_failure(run, [3], 0, [], said.append) == Exit.DIFFERS
-    assert said == [f"rank 0 ended with code 3 without a failure record; log: {run.logs / 'rank-0.log'}"]
-    said.clear()
-    assert explain_failure(run, [-signal.SIGKILL], 0, [], said.append) == Exit.DIFFERS
-    assert said[0].startswith("rank 0 was killed by SIGKILL; if nobody sent it, memory may have run out")
+    result: list[str] = []
+    assert explain_failure(run, [3], 0, [], result.append) == Exit.DIFFERS
+    assert result == [f"rank 0 ended with code 3 without a failure record; log: {run.logs / 'rank-0.log'}"]
+    result.clear()
+    assert explain_failure(run, [-signal.SIGKILL], 0, [], result.append) == Exit.DIFFERS
+    assert result[0].startswith("rank 0 was killed by SIGKILL; if nobody sent it, memory may have run out")

@@ -65,19 +65,19 @@ def test_run_with_faults_is_bit_identical(tmp_path: Path, monkeypatch: pytest.Mo
     for step, rank, number in moments:
         started.wait_for(lambda: training(board, step))  # noqa: B023
         os.kill(board["supervisor"] if rank is None else ranks_of(board)[rank].pid, number)
-    said = started.end()
-    assert said.code == 0, said.err
+    result = started.end()
+    assert result.code == 0, result.err
     faults = [e for e in read_jsonl(run.events) if e["event"] == "fault"]
-    told = [(e["fault"], e["rank"]) for e in faults]
+    output = [(e["fault"], e["rank"]) for e in faults]
     for wanted in FAULTS:
-        assert wanted in told, said.err
+        assert wanted in output, result.err
     hang = next(e for e in faults if e["fault"] == "hang" and e["rank"] == 1)
     assert "sleep_forever" in hang["stack"]
     assert hang["position"] == "dp_shard1"
     recovered = [e for e in read_jsonl(run.events) if e["event"] == "recovered"]
     assert len(recovered) >= len(FAULTS)
     assert all(e["steps_lost"] <= 1 for e in recovered)
-    assert "rank 1 (dp_shard1) was killed by SIGKILL" in said.err
+    assert "rank 1 (dp_shard1) was killed by SIGKILL" in result.err
     _assert_same(tmp_path, "hit", "calm")
     assert strays(["weft.training.supervised_rank", "runs/hit"]) == []
     assert not board.path.parent.exists()
@@ -103,8 +103,8 @@ def test_single_rank_survives_a_kill(tmp_path: Path) -> None:
     started.wait_for(lambda: step_of(run) >= 20)
     board = board_of(run)
     os.kill(ranks_of(board)[0].pid, signal.SIGKILL)
-    said = started.end()
-    assert said.code == 0, said.err
+    result = started.end()
+    assert result.code == 0, result.err
     recovered = [e for e in read_jsonl(run.events) if e["event"] == "recovered"]
     assert len(recovered) == 1 and recovered[0]["steps_lost"] <= 1
     _assert_same(tmp_path, "hit", "calm")

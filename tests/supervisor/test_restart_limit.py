@@ -70,9 +70,9 @@ def test_too_low_limit_of_open_files_is_refused(tmp_path: Any) -> None:
         "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (24, int(sys.argv.pop(1)))); "
         "sys.argv[0] = 'weft'; from weft.__main__ import main; main()"
     )
-    said = python(tmp_path, "-c", script, "24", "train", "job.yaml", "--nproc", "2")
-    assert said.code == Exit.MACHINE
-    assert said.last == (
+    result = python(tmp_path, "-c", script, "24", "train", "job.yaml", "--nproc", "2")
+    assert result.code == Exit.MACHINE
+    assert result.last == (
         "weft: a process may open 24 files here, and a run of 2 ranks needs 72; raise it with `ulimit -n 1024`, or in "
         "/etc/security/limits.conf"
     )

@@ -41,11 +41,11 @@ def test_damaged_lines_do_not_stop_a_resume(trained: Path) -> None:
     for path in (run.metrics, run.events, run.samples / "rank-0.jsonl"):
         good = path.read_bytes().splitlines(keepends=True)
         path.write_bytes(b"".join(good[:5] + BAD_LINES + good[5:]) + b'{"torn')
-    said = weft(trained, "train", "job.yaml", "train.steps=20")
-    assert said.code == 0, said.err
-    assert "Traceback" not in said.err
-    assert "done: step 20" in said.err
-    assert "could not be drawn" not in said.err
+    result = weft(trained, "train", "job.yaml", "train.steps=20")
+    assert result.code == 0, result.err
+    assert "Traceback" not in result.err
+    assert "done: step 20" in result.err
+    assert "could not be drawn" not in result.err
     assert read_metrics(run.metrics)[-1]["step"] == 20
     read = ids_by_step(run)
     assert sorted(i for step in range(1, 21) for i in read[step]) == list(range(40))

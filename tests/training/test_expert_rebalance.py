@@ -95,7 +95,7 @@ def test_replicas_compute_the_same(pool: RankPool, layout: str) -> None:
 def test_a_run_continues_with_the_same_losses(pool: RankPool, tmp_path: Path) -> None:
     """Two experts on two ranks, of which one is hotter: only a copy can help, and no guard takes it for a fault."""
     experts = {"count": 2, "top_k": 1, "ffn": 24, "balance": "bias", "bias_rate": 1e-4}
-    told = {}
+    output = {}
     for share in (0, 0.01):
         job = make_job(
             f"parallel.ep_rebalance={share}", "data.seq_len=64", "train.steps=5", "train.eval_every=0",
@@ -103,11 +103,11 @@ def test_a_run_continues_with_the_same_losses(pool: RankPool, tmp_path: Path) ->
         )  # fmt: skip
         folder = tmp_path / str(share)
         assert {(code, step) for code, step, _ in pool.run(faulty_run.train, 2, job, str(folder), [], [])} == {(0, 5)}
-        told[share] = [r["loss"] for r in read_jsonl(folder / "metrics.jsonl")]
+        output[share] = [r["loss"] for r in read_jsonl(folder / "metrics.jsonl")]
     events = read_jsonl(folder / "events.jsonl")
     assert any(e["event"] == "rebalance" and e["copies"] for e in events)
     assert not any(e["event"] in ("fault", "recovered") for e in events)
-    torch.testing.assert_close(told[0.01], told[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(output[0.01], output[0], rtol=1e-5, atol=1e-6)
 
 
 def test_groups_are_copied_and_not_moved() -> None:

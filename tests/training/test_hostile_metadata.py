@@ -49,10 +49,10 @@ def test_a_module_in_a_checkpoint_is_not_imported(run: RunDir) -> None:
         forge(run, lambda meta: meta["job"]["data"].update(source="os:system"))
         with pytest.raises(JobError, match=r"names the module 'os:system', and the run's job\.yaml does not"):
             saved_job(newest(run), load_job(str(run.job)))
-    said = weft(run.path.parents[1], "generate", "run", "--tokens", "2")
-    assert said.code == 2
-    assert "names the module 'os:system', and the run's job.yaml does not" in said.err
-    assert "Traceback" not in said.err
+    result = weft(run.path.parents[1], "generate", "run", "--tokens", "2")
+    assert result.code == 2
+    assert "names the module 'os:system', and the run's job.yaml does not" in result.err
+    assert "Traceback" not in result.err
     export_file(newest(run), "safetensors", run.path / "model.safetensors")
     assert not (run.path / "executed").exists()
     assert "antigravity" not in sys.modules

@@ -47,12 +47,12 @@ def undisturbed(folder: Path) -> dict[int, float]:
     started.wait_for(lambda: step_of(run) >= 1)
     with (run.path / ".lock").open("rb") as lock, pytest.raises(BlockingIOError):  # no other run may use the folder
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    said = started.end()
-    assert said.code == 0, said.err
-    told = losses(run)
-    assert list(told) == list(range(1, STEPS + 1))
-    assert all(len(values) == 1 for values in told.values())
-    return {step: values[0] for step, values in told.items()}
+    result = started.end()
+    assert result.code == 0, result.err
+    output = losses(run)
+    assert list(output) == list(range(1, STEPS + 1))
+    assert all(len(values) == 1 for values in output.values())
+    return {step: values[0] for step, values in output.items()}
 
 
 @pytest.fixture(scope="module")
@@ -79,18 +79,18 @@ def test_a_killed_run_is_bit_identical(
     """Every record of a step counts, also the repeated ones of a resumed run."""
     _, last = killed
     assert last.code == 0, last.err
-    told = losses(run_of(folder, "killed"))
-    assert list(told) == list(range(1, STEPS + 1))
-    assert {(step, loss) for step, values in told.items() for loss in values} == set(undisturbed.items())
+    output = losses(run_of(folder, "killed"))
+    assert list(output) == list(range(1, STEPS + 1))
+    assert {(step, loss) for step, values in output.items() for loss in values} == set(undisturbed.items())
     events = read_jsonl(run_of(folder, "killed").events)
     assert len([e for e in events if e["event"] == "resume"]) == 2
     assert ids_by_step(run_of(folder, "killed")) == ids_by_step(run_of(folder, "undisturbed"))
 
 
 def test_the_last_lines_name_the_killed_rank(killed: tuple[Output, Output]) -> None:
-    said, _ = killed
-    assert said.code == Exit.DIFFERS
-    assert said.err.splitlines()[-2:] == [
+    result, _ = killed
+    assert result.code == Exit.DIFFERS
+    assert result.err.splitlines()[-2:] == [
         "rank 1 was killed by SIGKILL; if nobody sent it, memory may have run out: see dmesg, and try a smaller "
         "train.microbatch",
         "log: runs/killed/logs/rank-1.log; start the same command again to resume",
@@ -125,15 +125,15 @@ def test_resuming_under_other_layouts_reads_every_sample_once(folder: Path, undi
             ranks = started.ranks()
             started.process.send_signal(stop)
             started.wait_for_end(lambda: _hurry(ranks, stop))  # noqa: B023
-        said = started.end()
-        assert said.code == code, said.err
-        assert "Traceback" not in said.err
+        result = started.end()
+        assert result.code == code, result.err
+        assert "Traceback" not in result.err
         if stage:
-            assert f"resumed from step {before}," in said.err
-    told = losses(run)
-    assert list(told) == list(range(1, STEPS + 1))
-    assert all(len(values) == 1 for values in told.values()), "a step was told twice: the stop had not saved it"
-    assert {s: values[0] for s, values in told.items()} == pytest.approx(undisturbed, rel=2e-4)
+            assert f"resumed from step {before}," in result.err
+    output = losses(run)
+    assert list(output) == list(range(1, STEPS + 1))
+    assert all(len(values) == 1 for values in output.values()), "a step was told twice: the stop had not saved it"
+    assert {s: values[0] for s, values in output.items()} == pytest.approx(undisturbed, rel=2e-4)
     read = ids_by_step(run)
     assert {step: sorted(ids) for step, ids in read.items()} == {
         step: list(range(8 * (step - 1), 8 * step)) for step in range(1, STEPS + 1)
@@ -147,19 +147,19 @@ def test_ctrl_c_during_an_evaluation(folder: Path) -> None:
     started = Started(folder, "train", "job.yaml", "name=evaluating", ALONE, *often)
     started.wait_for(lambda: step_of(run) >= 4)
     started.process.send_signal(signal.SIGINT)
-    said = started.end()
-    assert said.code == Exit.INTERRUPTED, said.err
-    assert step_of(run) == 5, said.err
-    assert "stopped and saved" in said.err
+    result = started.end()
+    assert result.code == Exit.INTERRUPTED, result.err
+    assert step_of(run) == 5, result.err
+    assert "stopped and saved" in result.err
 
 
 def test_a_finished_run_is_reported(folder: Path, killed: tuple[Output, Output]) -> None:
     run = run_of(folder, "killed")
     before = run.metrics.read_bytes()
-    said = weft(folder, "train", "job.yaml", "name=killed", ALONE, "model.dropout=0.2")
-    assert said.code == 0
-    assert "model.dropout was 0.1 until here and is 0.2 now: the weights were trained with the former" in said.err
-    assert f"already done at step {STEPS}; raise train.steps to continue, or use --fresh to start again" in said.err
+    result = weft(folder, "train", "job.yaml", "name=killed", ALONE, "model.dropout=0.2")
+    assert result.code == 0
+    assert "model.dropout was 0.1 until here and is 0.2 now: the weights were trained with the former" in result.err
+    assert f"already done at step {STEPS}; raise train.steps to continue, or use --fresh to start again" in result.err
     assert run.metrics.read_bytes() == before
 
 
@@ -177,12 +177,12 @@ def test_damaged_checkpoints_are_skipped(
     content[len(content) // 2] ^= 4
     flipped.write_bytes(content)
     (third / "manifest.json").unlink()
-    said = weft(folder, "train", "job.yaml", "name=damaged", ALONE)
-    assert said.code == 0, said.err
+    result = weft(folder, "train", "job.yaml", "name=damaged", ALONE)
+    assert result.code == 0, result.err
     step = int(fourth.name.removeprefix("step-"))
-    assert f"resumed from step {step}," in said.err
+    assert f"resumed from step {step}," in result.err
     for path in (newest, second, third):
-        line = next(x for x in said.err.splitlines() if path.name in x and "damaged" in x)
+        line = next(x for x in result.err.splitlines() if path.name in x and "damaged" in x)
         assert "is damaged and was skipped: " in line
     damaged = [e for e in read_jsonl(run.events) if e["event"] == "damaged"]
     assert {Path(e["path"]).name for e in damaged} >= {newest.name, second.name, third.name}
@@ -207,9 +207,9 @@ def test_a_run_restarts_if_all_checkpoints_are_damaged(
     paths = sorted(run.checkpoints.iterdir())
     for path in paths:
         (path / "manifest.json").write_text("{", encoding="utf-8")
-    said = weft(folder, "train", "job.yaml", "name=ruined", ALONE, "train.steps=2", "train.eval_every=0")
-    assert said.code == 0, said.err
-    assert f"all its {len(paths)} checkpoints are damaged: the run starts again from step 0" in said.err
+    result = weft(folder, "train", "job.yaml", "name=ruined", ALONE, "train.steps=2", "train.eval_every=0")
+    assert result.code == 0, result.err
+    assert f"all its {len(paths)} checkpoints are damaged: the run starts again from step 0" in result.err
     assert "restart" in [e["event"] for e in read_jsonl(run.events)]
     assert losses(run)[1][-1] == pytest.approx(undisturbed[1], rel=2e-4)
     assert all(path.exists() for path in paths)
@@ -218,10 +218,10 @@ def test_a_run_restarts_if_all_checkpoints_are_damaged(
 def test_a_refused_resume_restores_job_and_plan(folder: Path, killed: tuple[Output, Output]) -> None:
     run = run_of(folder, "killed")
     before = run.job.read_bytes(), run.plan.read_bytes()
-    said = weft(folder, "train", "job.yaml", "name=killed", ALONE, "model.dim=32", f"train.steps={STEPS + 1}")
-    assert said.code == Exit.JOB, said.err
-    assert said.last.startswith("weft: ")
-    assert "Traceback" not in said.err
+    result = weft(folder, "train", "job.yaml", "name=killed", ALONE, "model.dim=32", f"train.steps={STEPS + 1}")
+    assert result.code == Exit.JOB, result.err
+    assert result.last.startswith("weft: ")
+    assert "Traceback" not in result.err
     assert (run.job.read_bytes(), run.plan.read_bytes()) == before
 
 
@@ -232,9 +232,9 @@ def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(folder: Path) -> 
         "from weft.cli import main; sys.argv[0] = 'weft'; main()"
     )
     job = ("job.yaml", "name=full", ALONE, "train.steps=3", "train.eval_every=0", "model.ffn=2048")
-    said = python(folder, "-c", code, "train", *job)
-    assert said.code == Exit.MACHINE, said.err
-    assert "weft: step 3 was reached, but its checkpoint could not be written to runs/full/checkpoints" in said.last
+    result = python(folder, "-c", code, "train", *job)
+    assert result.code == Exit.MACHINE, result.err
+    assert "weft: step 3 was reached, but its checkpoint could not be written to runs/full/checkpoints" in result.last
     failed = [e for e in read_jsonl(run_of(folder, "full").events) if e["event"] == "checkpoint_failed"]
     assert "File too large" in failed[-1]["why"]
 
@@ -244,20 +244,20 @@ def test_a_diverged_run_names_the_step(folder: Path) -> None:
     earlier = run_of(folder, "diverged")
     earlier.path.mkdir(parents=True)
     earlier.job.write_text("name: diverged\n", encoding="utf-8")
-    said = own(folder, "diverged", "TurnsNaN", ALONE, "--fresh")
-    assert said.code == Exit.DIVERGED
-    assert "the earlier run is kept in runs/diverged.old-1" in said.err
+    result = own(folder, "diverged", "TurnsNaN", ALONE, "--fresh")
+    assert result.code == Exit.DIVERGED
+    assert "the earlier run is kept in runs/diverged.old-1" in result.err
     assert (folder / "runs/diverged.old-1/job.yaml").read_text(encoding="utf-8") == "name: diverged\n"
-    assert said.last.startswith("weft: the loss is nan at step 3; try a lower optim.lr (now 0.003)")
-    assert "Traceback" not in said.err
+    assert result.last.startswith("weft: the loss is nan at step 3; try a lower optim.lr (now 0.003)")
+    assert "Traceback" not in result.err
     events = read_jsonl(run_of(folder, "diverged").events)
-    assert next(e for e in events if e["event"] == "diverged")["why"] in said.err
+    assert next(e for e in events if e["event"] == "diverged")["why"] in result.err
 
 
 def test_a_rank_that_raises_is_named(folder: Path) -> None:
-    said = own(folder, "raised", "RaisesOnRankOne")
-    assert said.code == Exit.DIFFERS
-    cause, where = said.err.splitlines()[-2:]
+    result = own(folder, "raised", "RaisesOnRankOne")
+    assert result.code == Exit.DIFFERS
+    cause, where = result.err.splitlines()[-2:]
     assert cause.startswith("rank 1 (dp_shard1) failed in ")
     assert cause.endswith("ValueError: the third step is too much for me")
     assert where == "traceback: runs/raised/logs/rank-1.log; start the same command again to resume"
@@ -278,12 +278,12 @@ def test_a_wrong_job_leaves_no_run_folder(folder: Path) -> None:
         "data.source=./nothing": "weft: data.source: no source or path is named './nothing'. It may be pydoc, stdlib, "
         "synthetic, the path of a store made by `weft data build`, or your own dataset as package.module:name",
     }
-    for override, says in wrong.items():
-        said = weft(folder, "train", "job.yaml", "name=wrong", override)
-        assert (said.code, said.err.strip(), said.out) == (Exit.JOB, says, "")
+    for override, text in wrong.items():
+        result = weft(folder, "train", "job.yaml", "name=wrong", override)
+        assert (result.code, result.err.strip(), result.out) == (Exit.JOB, text, "")
         assert not run_of(folder, "wrong").path.exists()
-    said = own(folder, "wrong", "Missing", ALONE)
-    assert (said.code, said.err.strip()) == (
+    result = own(folder, "wrong", "Missing", ALONE)
+    assert (result.code, result.err.strip()) == (
         Exit.JOB, "weft: model.module='helpers.own_models:Missing': helpers.own_models has no 'Missing'",
     )  # fmt: skip
     assert not run_of(folder, "wrong").path.exists()

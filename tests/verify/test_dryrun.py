@@ -65,7 +65,7 @@ def assert_exact(found: DryRun, traffic: bool = True) -> None:
 
 BF16: dict[str, Any] = {"precision": "bf16"}
 FULL, SELECTIVE, TWO_BLOCKS = ({"memory": {"recompute": option}} for option in ("full", "selective", 2))
-SGD, MUON, ADAFACTOR = ({"optim": {"name": name}} for name in ("sgd", "muon", "adafactor"))
+SGD, MUON, ADAFACTOR, LARS, LAMB = ({"optim": {"name": n}} for n in ("sgd", "muon", "adafactor", "lars", "lamb"))
 EMA: dict[str, Any] = {"train": {"global_batch": 12, "microbatch": 2, "ema": 0.9}}
 CASES: tuple[tuple[dict[str, Any], str, int, dict[str, Any]], ...] = (
     (LLAMA, "1", 0, {}),
@@ -79,8 +79,8 @@ CASES: tuple[tuple[dict[str, Any], str, int, dict[str, Any]], ...] = (
     (GPT2, "pp=3 tp=2 dp_shard=2", 9, BF16),
     (GPT2, "pp2 gpipe", 1, SELECTIVE | SGD),
     (DEEP, "pp2 interleaved-1f1b", 0, BF16 | TWO_BLOCKS | ADAFACTOR),
-    (LLAMA, "pp2 zbv dp_shard=2", 2, {}),
-    (LLAMA, "pp2 zb-h1 tp=2", 1, FULL),
+    (LLAMA, "pp2 zbv dp_shard=2", 2, LAMB),
+    (LLAMA, "pp2 zb-h1 tp=2", 1, FULL | LARS),
     (DEEP, "pp2 dualpipe-v", 1, SGD),
     (WIDE, "dp_shard=2 cp=2 ulysses zero3", 3, FULL),
     (WIDE, "cp=2 tp=2 ulysses", 3, BF16),

@@ -16,11 +16,11 @@ from weft.verify.prove import prove, small
 
 def test_layouts_are_proven_and_refused(pool: RankPool) -> None:
     job = make_job("model.kv_heads=2", "model.layers=9", "data.seq_len=80")
-    told = []
+    output = []
     verdicts = prove(
-        job, ["ddp2, zero3", "cp2 ulysses", "tp4", "ddp3", "ep2"], 2, shrink=True, on_verdict=told.append, pool=pool
+        job, ["ddp2, zero3", "cp2 ulysses", "tp4", "ddp3", "ep2"], 2, shrink=True, on_verdict=output.append, pool=pool
     )
-    assert told == verdicts
+    assert output == verdicts
     assert [(v.layout, v.world, v.verdict) for v in verdicts] == [
         ("dp_replicate 2", 2, "same"), ("dp_shard 2 (zero 3)", 2, "same"), ("cp 2 (ulysses)", 2, "same"),
         ("tp4", 4, "refused"), ("ddp3", 3, "refused"), ("ep2", 1, "refused"),

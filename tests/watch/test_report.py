@@ -29,13 +29,13 @@ def words(path: Path) -> str:
 def test_a_complete_run(tmp_path: Path, make_run: Make) -> None:
     run = make_run(tmp_path / "a")
     assert write_report(run) == run.report
-    said = words(run.report)
-    assert "Done" in said
-    assert "4 ranks: state sharded over 2 (ZeRO 3) × matrices cut over 2, bf16" in said
-    assert "5.6100 → 1.7991" in said
-    assert "started 2025-11-15 09:30 UTC · on node-1" in said
-    assert "peak memory of one device, GiB" in said
-    assert "continued from checkpoints/step-40" in said
+    result = words(run.report)
+    assert "Done" in result
+    assert "4 ranks: state sharded over 2 (ZeRO 3) × matrices cut over 2, bf16" in result
+    assert "5.6100 → 1.7991" in result
+    assert "started 2025-11-15 09:30 UTC · on node-1" in result
+    assert "peak memory of one device, GiB" in result
+    assert "continued from checkpoints/step-40" in result
     assert [p.name for p in run.path.iterdir() if p.name.startswith(".")] == []
 
 
@@ -78,11 +78,11 @@ def test_a_broken_file_still_gives_a_page(tmp_path: Path, name: str, content: by
 
 
 def test_an_empty_folder_says_so(tmp_path: Path) -> None:
-    said = words(write_report(RunDir(tmp_path)))
-    assert "Not started" in said
-    assert "No step has been recorded yet." in said
-    assert "this run has no plan.json" in said
-    assert "This run has no slices.json." in said
+    result = words(write_report(RunDir(tmp_path)))
+    assert "Not started" in result
+    assert "No step has been recorded yet." in result
+    assert "this run has no plan.json" in result
+    assert "This run has no slices.json." in result
 
 
 @pytest.mark.parametrize(
@@ -118,11 +118,11 @@ def test_a_describe_layout() -> None:
 def test_key_figures_count_steps_restarts_and_tokens(tmp_path: Path, make_run: Make) -> None:
     run = make_run(tmp_path / "a", steps=50)
     events = [json.loads(line) for line in run.events.read_text().splitlines()]
-    told = {title: value for title, value, _ in key_figures(read_metrics(run.metrics), events, {})}
-    assert told["Steps"] == "50"
-    assert told["Restarts"] == "1"
-    assert told["Tokens"] == "102k"
-    assert told["Peak memory"] == "0.33 GiB"
+    output = {title: value for title, value, _ in key_figures(read_metrics(run.metrics), events, {})}
+    assert output["Steps"] == "50"
+    assert output["Restarts"] == "1"
+    assert output["Tokens"] == "102k"
+    assert output["Peak memory"] == "0.33 GiB"
 
 
 def test_tokens_are_counted_once() -> None:

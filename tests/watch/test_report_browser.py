@@ -99,13 +99,13 @@ def test_every_plot_of_a_whole_run_is_drawn(tmp_path: Path, make_run: Callable[.
     assert console == ""
     assert list(dom.plots) == ["loss", "lr", "grad", "throughput", "mfu", "memory", "step-time", "slices"]
     assert all(count >= 1 for count in dom.plots.values()), dom.plots
-    said = json.loads(dom.body["data-said"] or "{}")
-    assert said["file"] == "loss.json"
-    assert said["data"]["figure"] == "Loss"
-    assert [s["name"] for s in said["data"]["series"]] == ["train", "train, smoothed", "validation"]
-    assert len(said["data"]["series"][0]["y"]) == 120
-    assert said["tick"] == said["text"] == "rgb(28, 30, 33)"
-    assert not said["wide"]
+    result = json.loads(dom.body["data-said"] or "{}")
+    assert result["file"] == "loss.json"
+    assert result["data"]["figure"] == "Loss"
+    assert [s["name"] for s in result["data"]["series"]] == ["train", "train, smoothed", "validation"]
+    assert len(result["data"]["series"][0]["y"]) == 120
+    assert result["tick"] == result["text"] == "rgb(28, 30, 33)"
+    assert not result["wide"]
 
 
 def test_an_incomplete_run_in_dark_mode(tmp_path: Path) -> None:
@@ -120,6 +120,6 @@ def test_an_incomplete_run_in_dark_mode(tmp_path: Path) -> None:
     assert console == ""
     assert list(dom.plots) == ["grad", "step-time", "slices"]
     assert all(count >= 1 for count in dom.plots.values()), dom.plots
-    said = json.loads(dom.body["data-said"] or "{}")
-    assert said["data"]["figure"] == "Gradient norm"
-    assert said["tick"] == said["text"] == "rgb(232, 234, 237)"
+    result = json.loads(dom.body["data-said"] or "{}")
+    assert result["data"]["figure"] == "Gradient norm"
+    assert result["tick"] == result["text"] == "rgb(232, 234, 237)"

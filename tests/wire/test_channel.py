@@ -108,10 +108,10 @@ class Tapped(socket.socket):
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock.family, sock.type, fileno=sock.detach())
-        self.told = bytearray()
+        self.output = bytearray()
 
     def sendall(self, data: Any, *flags: int) -> None:
-        self.told += bytes(data)
+        self.output += bytes(data)
         super().sendall(data, *flags)
 
 
@@ -121,9 +121,9 @@ def test_replayed_message_is_refused(echo: Echo, monkeypatch: pytest.MonkeyPatch
     channel = open_channel(echo.listener.address, SECRET)
     tapped = channel._sock
     assert isinstance(tapped, Tapped)
-    handshake, tapped.told = bytes(tapped.told), bytearray()
+    handshake, tapped.output = bytes(tapped.output), bytearray()
     channel.send({"op": "go"})
-    frame = bytes(tapped.told)
+    frame = bytes(tapped.output)
     assert echo.heard.get(timeout=DEADLINE_S) == {"op": "go"}
     socket.socket.sendall(tapped, frame)  # the same frame again, in the same connection
     assert channel.receive(DEADLINE_S)[0] == {"op": "go"}

@@ -22,16 +22,16 @@ SECRET = b"s" * 32
 @contextmanager
 def listening(handle: Callable[[TensorChannel], None]) -> Iterator[tuple[str, queue.Queue[str]]]:
     """A listener that handles every connection, and a queue of their errors."""
-    said: queue.Queue[str] = queue.Queue()
+    result: queue.Queue[str] = queue.Queue()
 
     def serve(channel: Channel) -> None:
         try:
             handle(TensorChannel(channel))
         except WireError as error:
-            said.put(str(error))
+            result.put(str(error))
 
     listener = Listener(SECRET, serve, lambda text: None)
-    yield f"127.0.0.1:{listener.address[1]}", said
+    yield f"127.0.0.1:{listener.address[1]}", result
     listener.close()
 
 
@@ -97,13 +97,13 @@ def test_changed_message_is_refused(what: str) -> None:
         "message": (b"push", b"pull", "a message with a wrong signature"),
         "tensor": (sent.numpy().tobytes(), other.numpy().tobytes(), "bytes with a wrong checksum"),
     }[what]
-    with listening(echo) as (address, said), socket.create_server(("127.0.0.1", 0)) as between:
+    with listening(echo) as (address, result), socket.create_server(("127.0.0.1", 0)) as between:
         to = ("127.0.0.1", int(address.rpartition(":")[2]))
         args = (between, to, lambda data: data.replace(before, after))
         threading.Thread(target=sit_between, args=args, daemon=True).start()
         link = open_tensor_channel(f"127.0.0.1:{between.getsockname()[1]}", SECRET)
         link.send({"kind": "push"}, {"w": sent})
-        assert said.get(timeout=DEADLINE_S) == why
+        assert result.get(timeout=DEADLINE_S) == why
         link.close()
 
 
@@ -119,17 +119,17 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES)
 def test_invalid_tensor_list_is_refused(lie: str) -> None:
     text, why = LIES[lie]
-    with listening(echo) as (address, said):
+    with listening(echo) as (address, result):
         link = open_tensor_channel(address, SECRET)
         text += b" " * (-len(text) % ALIGNMENT)
         link.channel.send({}, [SIZE.pack(len(text)) + text, bytes(8)])
-        assert why in said.get(timeout=DEADLINE_S)
+        assert why in result.get(timeout=DEADLINE_S)
         link.close()
 
 
 def test_blob_limit() -> None:
-    with listening(echo) as (address, said):
+    with listening(echo) as (address, result):
         link = open_tensor_channel(address, SECRET)
         link.channel.send({"blob": {"bytes": 1 << 50, "sha256": ""}})
-        assert "bytes that were not requested" in said.get(timeout=DEADLINE_S)
+        assert "bytes that were not requested" in result.get(timeout=DEADLINE_S)
         link.close()

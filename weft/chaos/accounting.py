@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.chaos.faults import KINDS, reports_fault
-from weft.job.batch_ramp import BatchRamp
+from weft.job.train import BatchRamp
 
 Event = Mapping[str, Any]
 """A line of events.jsonl; its time is in seconds since the epoch."""

@@ -106,14 +106,15 @@ def export(
     to: Annotated[
         str,
         typer.Option(
-            help="Format of weights: safetensors, torch or hf; or a tracker that gets the run: tensorboard, …"
+            help="Format of weights: safetensors, torch, hf, or peft for adapters; or a tracker that gets the run: "
+            "tensorboard, …"
         ),
     ] = "safetensors",
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Output file, or folder for hf and tensorboard. Default: RUN/model.safetensors, model.pt, hf or "
-            "tensorboard."
+            help="Output file, or folder for hf, peft and tensorboard. Default: RUN/model.safetensors, model.pt, hf, "
+            "peft or tensorboard."
         ),
     ] = None,
     dtype: Annotated[

@@ -18,8 +18,8 @@ import torch
 from weft.data.batch_shares import BatchShares, even_share, split_evenly
 from weft.data.dataset import Dataset, Sample
 from weft.data.sampler import Ints, sample_index
-from weft.job.batch_ramp import BatchRamp
 from weft.job.errors import JobError
+from weft.job.train import BatchRamp
 
 Batch = dict[str, torch.Tensor]
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from weft.job.launch_settings import LaunchSettings
 from weft.job.section import Section, limits
 
 MAX_DEVICES_PER_NODE = 4096
@@ -53,8 +54,8 @@ class Failures(Section):
     """Preemptions per node and day; the run is interrupted whenever one of its nodes is preempted."""
 
 
-class Cluster(Section):
-    """The devices to train on or plan for. Default: this machine."""
+class Cluster(LaunchSettings):
+    """The devices to train on or plan for, and how `weft launch` reaches them. Default: this machine."""
 
     device: str = "auto"
     """cpu, cuda, or a device of the catalog such as h100-sxm; auto uses the GPUs if there are any."""

@@ -79,6 +79,11 @@ def _yaml(text: str, where: str, annotation: Any) -> Any:
         raise JobError(f"{where}{line} is not YAML: {getattr(error, 'problem', error)}") from None
 
 
+def read_yaml(text: str, where: str) -> Any:
+    """The value of a YAML text that is not a job, with the same limits."""
+    return _yaml(text, where, Any)
+
+
 def _keep_text(value: Any, node: yaml.Node | None, annotation: Any) -> Any:
     """The value with scalars of text fields as they were written: `name: off` is the text "off", not false."""
     types = plain_types(annotation)
@@ -151,10 +156,14 @@ def find_job(name: str) -> Path:
 
 def load_job(name: str, overrides: Sequence[str] = ()) -> Job:
     """Read a JOB, apply the overrides, and validate it."""
-    path = find_job(name)
-    raw = apply_overrides(_raw_job(path), overrides)
+    raw = read_fields(name, overrides)
     import_extensions(raw.get("extensions"))
     return parse_job(raw)
+
+
+def read_fields(name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The fields that a JOB and the overrides set, before validation."""
+    return apply_overrides(_raw_job(find_job(name)), overrides)
 
 
 def read_job(path: Path) -> Job:

@@ -30,6 +30,11 @@ class Memory(Section):
     split_master: bool | Literal["auto"] = "auto"
     """Hold a master weight as the bf16 weight and 16 more bits: 12 bytes a parameter with AdamW instead of 14. For one
     rank with precision bf16 or fp8. auto: where states are offloaded, or where offload: auto needs the memory."""
+    states: Literal["exact", "bf16", "8bit", "24bit-master"] = "exact"
+    """How the optimizer's moments are stored between updates: in fp32 (exact), in bf16, in 8 bits with a scale for 128
+    elements of a row, or in 8 bits with master weights of 24 bits (24bit-master, which needs split master weights).
+    Values are rounded at random, by seed, step, parameter and element, so every layout rounds alike. Nothing but
+    exact is used without being asked for. Vectors are always exact."""
     device_gib: float | None = Field(None, gt=0)
     """Memory of a device that a rank may use, if less than it has. It also applies to CPU ranks."""
     disk: str | None = None

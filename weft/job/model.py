@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from weft.job.lora import Lora
 from weft.job.registry import NameIn, Registry
 from weft.job.section import Section
 
@@ -234,6 +235,8 @@ class Model(Section):
     dropout: float | None = Field(None, ge=0, lt=1)
     """Dropout probability after the embedding, attention and feed-forward layers; the masks are the same in every
     layout."""
+    lora: Lora | None = None
+    """Train low-rank adapters of the linear layers, and freeze the model's own weights."""
 
     @model_validator(mode="before")
     @classmethod

@@ -82,17 +82,20 @@ class Optim(Section):
     """The optimizer and the learning-rate schedule."""
 
     name: Annotated[str, NameIn(OPTIMIZERS)] = "adamw"
-    """adamw, sgd with momentum, adafactor, or muon (muon on the blocks' matrices, adamw on the rest)."""
+    """adamw, sgd with momentum, adafactor, muon (muon on the blocks' matrices, adamw on the rest), or for large batches
+    lars (sgd with trust ratios) and lamb (adamw with trust ratios)."""
     lr: float = Field(3e-4, gt=0)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of AdamW's moments."""
+    """Decay rates of the moments of adamw and lamb."""
     eps: float = Field(1e-8, gt=0)
-    """Epsilon in AdamW's denominator."""
+    """Epsilon in the denominator of adamw and lamb."""
     momentum: float = Field(0.9, ge=0, lt=1)
-    """Momentum of sgd and muon."""
+    """Momentum of sgd, muon and lars."""
+    trust: float = Field(1e-3, gt=0)
+    """Trust coefficient of lars: the norm of a matrix's update, before momentum, as a multiple of lr times its norm."""
     weight_decay: float = Field(0.1, ge=0)
-    """Decoupled weight decay of matrices (sgd adds it to the gradient, as torch does). Vectors are not decayed."""
+    """Decoupled weight decay of matrices (sgd and lars add it to the gradient). Vectors are not decayed."""
     clip: float = Field(1.0, ge=0)
     """Maximum norm of the global gradient; 0 turns clipping off."""
     schedule: Annotated[str, NameIn(LR_SCHEDULES)] = "cosine"

@@ -6,17 +6,17 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from weft.job.checkpoint import Checkpoint
 from weft.job.cluster import Cluster, DeviceGroup, Failures, TopologyLevel
 from weft.job.comm import Comm
 from weft.job.data import Data
 from weft.job.fp8 import Fp8
+from weft.job.launch_settings import MpiOptions, SlurmOptions, SshOptions
 from weft.job.memory import Memory
 from weft.job.model import Experts, Latent, Model, RopeScaling
 from weft.job.optim import Optim
 from weft.job.parallel import Parallel
 from weft.job.registry import MODULE_NAME
-from weft.job.resilience import Resilience
+from weft.job.resilience import Checkpoint, Resilience
 from weft.job.section import Section
 from weft.job.sync import Sync
 from weft.job.train import Train
@@ -24,8 +24,8 @@ from weft.job.watch import TracedSteps, Watch
 
 __all__ = [
     "Checkpoint", "Cluster", "Comm", "Data", "DeviceGroup", "Experts", "Failures", "Fp8", "Job", "Latent", "Memory",
-    "Model", "Optim", "Parallel", "Resilience", "RopeScaling", "Section", "Sync", "TopologyLevel", "TracedSteps",
-    "Train", "Watch",
+    "Model", "MpiOptions", "Optim", "Parallel", "Resilience", "RopeScaling", "Section", "SlurmOptions", "SshOptions",
+    "Sync", "TopologyLevel", "TracedSteps", "Train", "Watch",
 ]  # fmt: skip
 
 

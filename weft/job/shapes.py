@@ -80,13 +80,14 @@ def resolve(job: Job) -> Job:
 def _with_pretrained(job: Job, name: str) -> Job:
     """The job with the fields and, where it names no other, the tokenizer of a published checkpoint."""
     given = {n: v for n, v in job.model.model_dump(exclude_unset=True, exclude_none=True).items() if n != "dropout"}
-    for field in given.keys() - {"pretrained", "experts"}:
+    for field in given.keys() - {"pretrained", "experts", "lora"}:
         if field in Model.model_fields:
             raise JobError(f"model.{field} is set by the config of model.pretrained={name}; leave it out")
     fields = find_object("weft.pretrained.config:model_fields", "model.pretrained")(name)
     if "experts" in given and "experts" in fields:  # such as experts.balance, which only training uses
         fields["experts"] = {**fields["experts"], **given["experts"]}
-    model = Model.model_validate({**fields, "pretrained": name, "dropout": job.model.dropout or 0.0})
+    kept = {"pretrained": name, "dropout": job.model.dropout or 0.0, "lora": given.get("lora")}
+    model = Model.model_validate(fields | kept)
     data = job.data
     if "tokenizer" not in data.model_fields_set:
         tokenizer = find_object("weft.pretrained.config:tokenizer_path", "model.pretrained")(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self, get_args
 
@@ -25,6 +26,9 @@ class TrackerKind:
 
 TRACKERS: Registry[TrackerKind] = Registry("watch.trackers", "weft.watch.trackers.known_trackers")
 
+
+SHELL_WORDS = {"|", "||", "&&", "&", ";", "<", ">", ">>", "2>", "2>&1"}
+"""Words of a command that only a shell understands."""
 
 AlertRuleName = Literal["non_finite", "spike", "stalled", "slow", "goodput", "disk", "gpu_errors", "finished"]
 
@@ -53,6 +57,8 @@ class AlertTarget(Section):
         given = [name for name in ("command", "webhook", "mail") if getattr(self, name)]
         if len(given) != 1:
             raise ValueError("must have exactly one of command, webhook and mail")
+        if set(shlex.split(self.command)) & SHELL_WORDS:
+            raise ValueError(f"must have a command without shell operators, or: command: sh -c {self.command!r}")
         if self.webhook and not self.webhook.startswith(("http://", "https://", "$")):
             raise ValueError(f"must have an http or https address or $NAME as webhook, not {self.webhook!r}")
         if not self.smtp.startswith(("smtp://", "smtps://", "$")):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 from collections.abc import Callable
@@ -92,6 +94,7 @@ def join(job: Job, log: Callable[[str], None] = print) -> int:
     from weft.training.rank import run_rank
     from weft.training.signals import Signals
 
+    atexit.register(gc.unfreeze)  # Triton's bindings print hundreds of lines about objects that are never collected
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     job, plan = prepare(job, world)
     if plan.sync in ("server", "federated"):

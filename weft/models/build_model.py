@@ -13,6 +13,7 @@ from weft.job.errors import JobError
 from weft.job.model import FAMILIES
 from weft.job.registry import find_object
 from weft.job.schema import Model
+from weft.models.lora import add_adapters
 
 
 def build_model(model: Model, seed: int = 0) -> nn.Module:
@@ -23,6 +24,8 @@ def build_model(model: Model, seed: int = 0) -> nn.Module:
     build = find_object(FAMILIES[model.family].build, "model.family")
     with torch.device("meta"):
         module: nn.Module = build(model)
+        if model.lora is not None:
+            add_adapters(module, model.lora, model.experts is not None)
     return module
 
 

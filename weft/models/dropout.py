@@ -29,10 +29,11 @@ class Dropout(nn.Module):
         self.p = p
         self.salt = salt(site)
 
-    def forward(self, x: Tensor, keys: Tensor | None, rows: Tensor) -> Tensor:
+    def forward(self, x: Tensor, keys: Tensor | None, rows: Tensor, first: int = 0) -> Tensor:
+        # first: index of x's first value, where x is a part of the width
         if not self.training or self.p == 0 or keys is None:
             return x
         row_keys = mix(mix(keys + self.salt).unsqueeze(1) + rows)  # [batch, seq]
-        noise = mix(row_keys.unsqueeze(2) + torch.arange(x.shape[2], device=x.device) * _A)
+        noise = mix(row_keys.unsqueeze(2) + torch.arange(first, first + x.shape[2], device=x.device) * _A)
         keep = (noise >> 40) & 0xFFFFFF >= int(self.p * (1 << 24))
         return x * keep * (1 / (1 - self.p))

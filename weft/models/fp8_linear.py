@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.models.kernel_internals import fp8_mm
+from weft.models.lora import adapted
 from weft.planner.engine_constants import FP8_ALIGNMENT
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -205,4 +206,4 @@ class Fp8Linear(Fp8Layer, nn.Linear):
     """A linear layer on one device with its products in fp8."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x, self.weight, self.bias)
+        return adapted(self, x, self.multiply(x, self.weight, self.bias))

@@ -8,6 +8,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from weft.models.lora import initialise_adapter
+
 STD = 0.02
 """Standard deviation of initial matrices (GPT-2)."""
 
@@ -19,7 +21,9 @@ def initialise(name: str, tensor: Tensor, model: nn.Module, seed: int, first: in
             initialise(name.replace(".experts.", f".experts.{first + i}."), each, model, seed)
         return
     leaf, owner = name.rsplit(".", 1)[-1], name.rsplit(".", 1)[0]
-    if leaf == "bias":
+    if owner.endswith(".lora"):
+        initialise_adapter(leaf, tensor, generator(seed, name, tensor.device))
+    elif leaf == "bias":
         tensor.zero_()
     elif tensor.dim() == 1:
         tensor.fill_(getattr(model.get_submodule(owner), "initial", 1.0))

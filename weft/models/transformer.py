@@ -16,6 +16,7 @@ from weft.models.attention_layer import Attention
 from weft.models.dropout import Dropout, salt
 from weft.models.feedforward import FeedForward
 from weft.models.latent_attention import LatentAttention
+from weft.models.lora import Adapter
 from weft.models.loss import HeadProducts, HeadProductsFactory, linear_cross_entropy
 from weft.models.mixture_of_experts import MixtureOfExperts
 from weft.models.norms import make_norm
@@ -24,6 +25,9 @@ from weft.models.rope import attention_factor, frequencies, rotation
 
 class Block(nn.Module):
     """Attention and feed-forward, each added to the residual stream; norms at their inputs, outputs or both."""
+
+    adapters: tuple[Adapter, ...] = ()
+    """Adapters with dropout, whose masks depend on the tokens."""
 
     def __init__(self, m: Model, index: int):
         super().__init__()
@@ -42,6 +46,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, info: TokenInfo, attended: Tensor | None = None) -> Tensor:
         # one function: where experts interrupt a compiled block, each nested call would be another graph
+        for adapter in self.adapters:
+            adapter.tokens = info
         if attended is None:
             attended = self.attn(_optional(self.attn_norm, x), info)
         y = x + self.attn_drop(_optional(self.attn_out_norm, attended), info.keys, info.rows)
@@ -50,6 +56,8 @@ class Block(nn.Module):
 
     def before(self, x: Tensor, info: TokenInfo) -> tuple[Tensor, Tensor, Tensor]:
         """The token-wise part before the attention core; after() is the part that follows it."""
+        for adapter in self.adapters:
+            adapter.tokens = info
         return self.attn.project(_optional(self.attn_norm, x), info)
 
     def after(self, x: Tensor, y: Tensor, info: TokenInfo) -> Tensor:
@@ -133,6 +141,7 @@ class Transformer(nn.Module):
             self.embed = nn.Linear(PATCH_DIM, m.dim)
         self.positions = nn.Embedding(m.max_len, m.dim) if m.positions == "learned" else None
         self.drop = Dropout(m.dropout or 0.0, site=0)
+        self.keyed = bool(m.dropout or (m.lora and m.lora.dropout))
         self.blocks = nn.ModuleList(Block(m, i) for i in range(m.layers))
         self.norm: nn.Module | None = make_norm(m, m.dim)
         self.head: Head | None = Head(m)
@@ -161,7 +170,7 @@ class Transformer(nn.Module):
         x = self.begin(inputs, positions, info) if hidden is None else hidden
         for index, block in self.blocks.named_children():
             # each block has its own dropout keys but the same code, so that one compilation serves all
-            own = None if keys is None or not self.drop.p else keys + salt(2 * int(index))
+            own = None if keys is None or not self.keyed else keys + salt(2 * int(index))
             x = block(x, info._replace(keys=own))
         if self.norm is None or self.head is None:
             return x

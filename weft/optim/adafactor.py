@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm.shards import LocalShard, local_of, on_flat_, shard_of
+from weft.comm.shards import LocalShard, local_of, shard_of
 from weft.job.schema import Optim
 from weft.mesh import Mesh
 from weft.optim.clip import zero_if_skipped
-from weft.optim.replicas import take_from_first
+from weft.optim.replicas import sum_over_shards, take_from_first
 
 BETA2_DECAY = -0.8
 MIN_PARAMETER_SCALE = 1e-3
@@ -42,14 +42,14 @@ class Adafactor(torch.optim.Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             shards = [shard_of(p) for p in params]
             sums = [self._sums(p, shard) for p, shard in zip(params, shards, strict=True)]
-            self._sum(sums, params, shards)
+            sum_over_shards(self.mesh, sums, params)
             for param, shard, found in zip(params, shards, sums, strict=True):
                 self._update_moments(param, shard, found)
             means = [self._mean(p) for p in params]
             take_from_first(self.mesh, means, params)
             work = list(zip(params, shards, means, strict=True))
             squares = [[self._direction(p, shard, mean).square().sum()] for p, shard, mean in work]
-            self._sum(squares, params, shards)
+            sum_over_shards(self.mesh, squares, params)
             for (param, shard, mean), found, [square] in zip(work, sums, squares, strict=True):
                 count = math.prod(shard.shape)
                 rate_limit = self.state[param]["step"].double() ** -0.5
@@ -60,11 +60,6 @@ class Adafactor(torch.optim.Optimizer):
                 weight = local_of(param)
                 weight.mul_(1 - lr * group["weight_decay"] * taken)
                 weight.sub_(self._direction(param, shard, mean) * (scale / clipped))
-
-    def _sum(self, parts: list[list[Tensor]], params: list[Tensor], shards: list[LocalShard]) -> None:
-        """Sum in place what the ranks computed of each weight, those with the same shard once."""
-        take_from_first(self.mesh, parts, params)
-        add_up(parts, shards)
 
     def _sums(self, param: Tensor, shard: LocalShard) -> list[Tensor]:
         """This rank's part of the sums of squares of the weight and of the gradient's rows and columns."""
@@ -118,16 +113,6 @@ class Adafactor(torch.optim.Optimizer):
 def build(optim: Optim, groups: list[dict[str, Any]]) -> Adafactor:
     """The optimizer of a job's parameter groups."""
     return Adafactor(groups, optim.lr)
-
-
-def add_up(parts: list[list[Tensor]], shards: list[LocalShard]) -> None:
-    """Sum each list in place over the ranks that hold its tensor's other shards: one message a kind of cut."""
-    kinds: dict[tuple[int, ...], tuple[LocalShard, list[Tensor]]] = {}
-    for tensors, shard in zip(parts, shards, strict=True):
-        if shard.groups:
-            kinds.setdefault(tuple(map(id, shard.groups)), (shard, []))[1].extend(tensors)
-    for shard, tensors in kinds.values():
-        on_flat_(tensors, shard.sum)
 
 
 def _without(shape: torch.Size, dim: int) -> list[int]:

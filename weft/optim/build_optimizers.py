@@ -141,6 +141,8 @@ class Optimizers:
     def restore(self, tensors: Params) -> None:
         """Take over loaded values that are not in place yet: none, here. Names are those of a checkpoint."""
 
+    step_number = 0
+    """Steps before the next one; random rounding of states depends on it."""
     no_snapshots = ""
     """Why a step's states are not copied to memory after each step; empty: they are."""
 

@@ -27,6 +27,11 @@ def _newton_schulz(weight: WeightShard) -> float:
     return prod(weight.shape[:-2]) * MUON_ITERATIONS * (4.0 * short * short * long + 2.0 * short**3)
 
 
+def _trust_norms(weight: WeightShard) -> float:
+    """Two sums of squares of a matrix, in fp64."""
+    return 4 if len(weight.shape) > 1 else 0
+
+
 def sgd(optim: Optim, groups: list[dict[str, Any]]) -> torch.optim.SGD:
     """torch's SGD of a job's parameter groups."""
     import torch
@@ -62,5 +67,19 @@ OPTIMIZERS.register(
         state=lambda optim, weight: weight.held, elementwise=False, block_matrices_only=True,
         traffic=lambda weight: prod(weight.shape), sent=lambda weight: weight.held, takes_turns=True,
         scratch=lambda weight: 5 * prod(weight.shape) if len(weight.shape) == 2 else 0, flops=_newton_schulz,
+    )
+)  # fmt: skip
+OPTIMIZERS.register(
+    Optimizer(
+        "lars", "LARS (You et al. 2017): SGD with momentum, a matrix's update in proportion to its norm.",
+        "weft.optim.trust_ratio:build_lars", state=lambda optim, weight: weight.held, elementwise=False,
+        traffic=_trust_norms, sent=_trust_norms, scratch=lambda weight: 2 * weight.held,
+    )
+)  # fmt: skip
+OPTIMIZERS.register(
+    Optimizer(
+        "lamb", "LAMB (You et al. 2020): AdamW with a matrix's update scaled to the matrix's norm.",
+        "weft.optim.trust_ratio:build_lamb", state=lambda optim, weight: 2 * weight.held + 1, elementwise=False,
+        traffic=_trust_norms, sent=_trust_norms, scratch=lambda weight: weight.held,
     )
 )  # fmt: skip

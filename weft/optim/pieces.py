@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import prod
@@ -9,9 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from weft.comm.shards import like, local_of
-from weft.optim.build_optimizers import Optimizers, Params, hollow
+from weft.job.optim import OPTIMIZERS, WeightShard
+from weft.job.schema import Optim
+from weft.mesh import Mesh
+from weft.optim.build_optimizers import Optimizers, Params, build_optimizers, hollow
+from weft.optim.state_codecs import Draw, StateCodec
 
 ROW_ALIGNMENT = 16
 """Rows at which a weight may be cut: a multiple of the vectors that kernels process, so that cutting changes no bit."""
@@ -38,8 +44,8 @@ class WeightSlice:
 
 
 @dataclass(eq=False)
-class StreamedTensor:
-    """A state of a piece that is copied to the device for an update and back."""
+class PlacedState:
+    """A state of a piece: how it is stored, where, and where the optimizer looks for it."""
 
     holder: dict[str, Any]
     """Where the optimizer looks for it."""
@@ -52,15 +58,44 @@ class StreamedTensor:
     dtype: torch.dtype
     placed_as: Tensor | None = None
     """A DTensor whose placements it has; None: it is a plain tensor."""
+    codec: StateCodec | None = None
+    """None: it is stored as the optimizer works on it."""
     host: Tensor | None = None
-    """Its values at home; None: on disk."""
+    """What is stored of it in host memory; None: it lives on the device or on disk."""
+    stored: Tensor | None = None
+    """What is stored of it, on the device."""
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return self.shape if self.codec is None else self.codec.stored_shape(self.shape)
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return self.dtype if self.codec is None else self.codec.dtype
 
     @property
     def bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+        """Bytes that are stored."""
+        return prod(self.stored_shape) * self.stored_dtype.itemsize
 
-    def bind(self, values: Tensor) -> None:
-        """Make the optimizer work on these values."""
+    def bind(self, stored: Tensor) -> None:
+        """Take what is stored; the optimizer works on it if it is not encoded."""
+        self.stored = stored
+        if self.codec is None:
+            self._show(stored)
+
+    def decode(self) -> None:
+        """Make the optimizer work on the decoded values."""
+        assert self.codec is not None and self.stored is not None
+        self._show(self.codec.decode(self.stored, self.shape))
+
+    def encode(self, draw: Draw) -> None:
+        """Store the values that the optimizer has worked on, and free them."""
+        assert self.codec is not None and self.stored is not None
+        self.codec.encode(local_of(self.holder[self.key]), self.stored, draw)
+        self.holder[self.key] = torch.empty(0)
+
+    def _show(self, values: Tensor) -> None:
         self.holder[self.key] = values if self.placed_as is None else like(values, self.placed_as)
 
 
@@ -74,11 +109,49 @@ class Piece:
     homes: dict[str, Home]
     averages: dict[str, Any] = field(default_factory=dict)
     """The moving averages by key, where the run has them."""
-    streamed: list[StreamedTensor] = field(default_factory=list)
-    disk: list[StreamedTensor] = field(default_factory=list)
+    streamed: list[PlacedState] = field(default_factory=list)
+    disk: list[PlacedState] = field(default_factory=list)
     """Those of them that live on disk."""
+    coded: list[PlacedState] = field(default_factory=list)
+    """States with a codec, wherever they live."""
     stored: Any = None
     """Event at the end of the last copy from the device."""
+
+
+def cut_pieces(
+    optim: Optim, model: Any, is_block: Callable[[str], bool], units: list[str], mesh: Mesh, shares: dict[Home, float],
+    split: bool, limit: int,
+) -> list[Piece]:  # fmt: skip
+    """The pieces of a model in the order of the forward pass; what is outside the units comes first."""
+    masters: Params = model.master_params
+
+    def unit_of(name: str) -> str:
+        return next((u for u in units if name.startswith(f"{u}.")), "")
+
+    def cuttable(name: str) -> bool:
+        master = masters[name]
+        entry = OPTIMIZERS[optim.name].of(WeightShard(tuple(master.shape), master.numel(), is_block(name)))
+        return entry.elementwise and not isinstance(master, DTensor)
+
+    matrices = {n: local_of(m).numel() for n, m in masters.items() if m.dim() > 1}  # vectors are not worth a copy
+    homes = assign_homes(matrices, shares)
+    pieces: list[Piece] = []
+    turns: Counter[tuple[type, bool]] = Counter()
+    for unit in ("", *units):
+        names = [n for n in masters if unit_of(n) == unit]
+        for slices in cut_slices(names, masters, cuttable, limit):
+            found = {s.key: slice_params(s, masters, model.grad_params, model.compute_params, split) for s in slices}
+            optimizers = build_optimizers(
+                optim, {k: f[0] for k, f in found.items()}, is_block, {k: f[1] for k, f in found.items()},
+                {k: f[2] for k, f in found.items() if f[2] is not None}, mesh,
+            )  # fmt: skip
+            for part in optimizers.parts:
+                for group in part.param_groups:  # counted on, as in the one group of a resident run
+                    kind = type(part), group["params"][0].dim() >= 2
+                    group["first"] = turns[kind]
+                    turns[kind] += len(group["params"])
+            pieces.append(Piece(unit, slices, optimizers, {s.key: homes.get(s.name, "device") for s in slices}))
+    return pieces
 
 
 def cut_slices(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.axis import Axis
-from weft.comm.shards import on_flat_
+from weft.comm.shards import LocalShard, on_flat_, shard_of
 from weft.mesh import Mesh
 
 
@@ -60,3 +60,19 @@ def take_from_first(mesh: Mesh | None, parts: list[list[Tensor]], params: list[T
     for source, tensors in kinds.values():
         if source.axes and tensors:
             on_flat_(tensors, source.send)
+
+
+def sum_over_shards(mesh: Mesh | None, parts: list[list[Tensor]], params: list[Tensor]) -> None:
+    """Sum in place what the ranks computed of each weight, those with the same shard once."""
+    take_from_first(mesh, parts, params)
+    add_up(parts, [shard_of(param) for param in params])
+
+
+def add_up(parts: list[list[Tensor]], shards: list[LocalShard]) -> None:
+    """Sum each list in place over the ranks that hold its tensor's other shards: one message a kind of cut."""
+    kinds: dict[tuple[int, ...], tuple[LocalShard, list[Tensor]]] = {}
+    for tensors, shard in zip(parts, shards, strict=True):
+        if shard.groups:
+            kinds.setdefault(tuple(map(id, shard.groups)), (shard, []))[1].extend(tensors)
+    for shard, tensors in kinds.values():
+        on_flat_(tensors, shard.sum)

@@ -94,7 +94,7 @@ def spread_stage(
     for prefix, unit in [*units.items(), ("", model)]:
         modules = members(model, prefix, skip=() if prefix else tuple(units))
         keep_local_experts(modules, mesh)
-        materialise(model, modules, mesh, seed)
+        materialise(model, modules, mesh, seed, dtype)
         mark_as_sharded(modules, mesh)
         spread_experts(modules, mesh, split is not None and split.sequence, plan.ep_overlap)
         if split:
@@ -135,7 +135,7 @@ def spread_stage(
     replicated = tuple(n for n in whole if n not in partial)
     names = dict(model.named_parameters())
     aliases = {n: of for n, of in getattr(model, "aliases", {}).items() if of not in names}
-    frozen: dict[str, Tensor] = {n: p for n, p in names.items() if not p.requires_grad}
+    frozen: dict[str, Tensor] = {aliases.get(n, n): p for n, p in names.items() if not p.requires_grad}
     return SpreadModel(model, data, tp, partial, replicated, frozen, aliases, DelayedScales(model, mesh))
 
 
@@ -209,8 +209,11 @@ def members(model: nn.Module, prefix: str, skip: tuple[str, ...]) -> list[tuple[
 
 
 @torch.no_grad()
-def materialise(model: nn.Module, modules: list[tuple[str, nn.Module]], mesh: Mesh, seed: int) -> None:
-    """Give the modules' parameters values on this rank's device; tied parameters stay tied."""
+def materialise(
+    model: nn.Module, modules: list[tuple[str, nn.Module]], mesh: Mesh, seed: int, dtype: torch.dtype
+) -> None:
+    """Give the modules' parameters values on this rank's device; tied parameters stay tied. Frozen weights of Weft's
+    own models are stored in the compute dtype."""
     made: dict[int, nn.Parameter] = {}
     described = any(p.is_meta for _, m in modules for p in m.parameters(recurse=False))  # one of Weft's own
     for path, module in modules:
@@ -222,6 +225,7 @@ def materialise(model: nn.Module, modules: list[tuple[str, nn.Module]], mesh: Me
                     name = f"{path}.{key}"
                     name = getattr(model, "aliases", {}).get(name, name)
                     initialise(name, value, model, seed, first=getattr(module, "first", 0))
+                    value = value if param.requires_grad else value.to(dtype)
                 else:
                     value = _same_everywhere(value.to(mesh.device), mesh)
                 made[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)

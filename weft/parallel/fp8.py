@@ -18,6 +18,7 @@ from weft.models.feedforward import FeedForward
 from weft.models.fp8_gated import Fp8FeedForward, fuse_gated
 from weft.models.fp8_head import Fp8HeadProducts
 from weft.models.fp8_linear import AmaxHistory, Fp8Layer, Fp8Linear, Fp8Recipe
+from weft.models.lora import AdaptedLinear, Adapter
 from weft.models.transformer import Head
 from weft.parallel.tensor import ColumnLinear, RowLinear
 from weft.planner.model.fp8 import stays_bf16
@@ -37,6 +38,7 @@ class Fp8Row(Fp8Layer, RowLinear):
 
 FP8_CLASSES: dict[type[nn.Module], type[nn.Linear]] = {
     nn.Linear: Fp8Linear,
+    AdaptedLinear: Fp8Linear,
     ColumnLinear: Fp8Column,
     RowLinear: Fp8Row,
 }
@@ -66,7 +68,7 @@ def use_fp8(modules: list[tuple[str, nn.Module]], recipe: Fp8Recipe) -> None:
         module.recipe = recipe
         module.maxima = AmaxHistory(recipe.history, weight.device) if recipe.amax == "delayed" else None
     for _, module in modules:
-        if type(module) is FeedForward:
+        if type(module) is FeedForward and not any(isinstance(part, Adapter) for part in module.modules()):
             fuse_gated(module)
         if isinstance(module, Attention):
             _share_input(module.q, module.k, module.v)

@@ -29,6 +29,7 @@ from weft.job.errors import JobError
 from weft.models.attention import TokenInfo
 from weft.models.attention_layer import Attention
 from weft.models.dropout import Dropout
+from weft.models.lora import Adapter, adapted
 from weft.models.loss import linear_cross_entropy
 from weft.models.mixture_of_experts import MixtureOfExperts
 from weft.models.norms import WideRMSNorm
@@ -89,7 +90,8 @@ class ColumnLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.in_region else copy_in(x, self.split.axis)
-        return self.multiply(x, local_of(self.weight), None if self.bias is None else local_of(self.bias))
+        y = self.multiply(x, local_of(self.weight), None if self.bias is None else local_of(self.bias))
+        return adapted(self, x, y)
 
 
 class RowLinear(nn.Linear):
@@ -100,7 +102,7 @@ class RowLinear(nn.Linear):
     multiply = staticmethod(F.linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.multiply(x, local_of(self.weight))
+        y = adapted(self, x, self.multiply(x, local_of(self.weight)))
         y = self.split.leave(y) if self.in_region else reduce_out(y, self.split.axis)
         return y if self.bias is None else y + self.bias
 
@@ -173,8 +175,8 @@ class SequenceDropout(Dropout):
 
     split: TensorSplit
 
-    def forward(self, x: Tensor, keys: Tensor | None, rows: Tensor) -> Tensor:
-        return super().forward(x, keys, self.split.axis.narrow(rows, 0))
+    def forward(self, x: Tensor, keys: Tensor | None, rows: Tensor, first: int = 0) -> Tensor:
+        return super().forward(x, keys, self.split.axis.narrow(rows, 0), first)
 
 
 @dataclass
@@ -210,6 +212,7 @@ def _column(split: TensorSplit, part: PartModule) -> None:
     part.change_class(nn.Linear, ColumnLinear, "column", split, in_region=part.in_region)
     split.cut(part.model, part.module, "weight", 0)
     split.cut(part.model, part.module, "bias", 0)
+    _cut_adapter(split, part, cut="b", dim=0, whole="a")
 
 
 def _row(split: TensorSplit, part: PartModule) -> None:
@@ -217,6 +220,17 @@ def _row(split: TensorSplit, part: PartModule) -> None:
     split.cut(part.model, part.module, "weight", 1)
     if part.module.bias is not None and part.in_region and split.sequence:
         split.partial.add(f"{part.name}.bias")
+    _cut_adapter(split, part, cut="a", dim=1, whole="b")
+
+
+def _cut_adapter(split: TensorSplit, part: PartModule, cut: str, dim: int, whole: str) -> None:
+    """Shard one matrix of a layer's adapter. The gradient of the other comes from a part of the outputs or inputs."""
+    if (adapter := part.module._modules.get("lora")) is None:
+        return
+    assert isinstance(adapter, Adapter)
+    adapter.first = split.shard(adapter.a.shape[1])[0] if cut == "a" else 0
+    split.cut(part.model, adapter, cut, dim)
+    split.partial.add(f"{part.name}.lora.{whole}")
 
 
 def _vocab(split: TensorSplit, part: PartModule) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from weft.job.schema import Job
-from weft.planner.model.counts import count_parameters
+from weft.planner.model.counts import count_parameters, count_trained
 from weft.planner.model.fp8 import fp8_share
 from weft.planner.model.reference_rate import peak_flops
 from weft.planner.number_format import human_count
@@ -31,6 +31,8 @@ def describe_plan(job: Job, plan: Plan) -> str:
         job.model.module
         or f"{job.model.shape or job.model.family}, {human_count(counts.total if counts else 0)} parameters"
     )
+    if job.model.lora is not None:
+        model += f", of which {human_count(count_trained(job.model))} in adapters are trained"
     share = job.train.global_batch // plan.dp
     rows = [
         ("model", model),

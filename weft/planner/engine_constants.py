@@ -23,5 +23,11 @@ STREAMED_PIECE_ELEMENTS = 32 << 20
 """Weights whose states are copied to the device together, unless one that cannot be cut is larger."""
 STREAM_SLOTS = 3
 """Pieces on the device at once, at least: one that arrives, one that is updated, one that leaves."""
+QUANTIZATION_BLOCK = 128
+"""Elements of a row that share a scale in 8-bit states."""
+MIN_CODED_COLUMNS = 16
+"""States of weights with shorter rows stay exact: scales would take the space that codes save."""
+CODED_ELEMENTS = 4 << 20
+"""Elements of a state that are encoded at once, which bounds the temporary tensors."""
 MUON_ITERATIONS = 5
 """Newton–Schulz iterations of one Muon update."""

@@ -46,7 +46,10 @@ def best_plan(
 ) -> tuple[Job, Plan, SearchResult | None]:
     """The resolved job, the plan of its best layout, and the result of the search."""
     plan, reasons, found = pick_layout(start, trainable, calibration)
-    job, made = complete_plan(start, plan, reasons, found.estimator if found else None)
+    try:
+        job, made = complete_plan(start, plan, reasons, found.estimator if found else None)
+    except FitError as error:
+        raise FitError(f"{error}{or_smaller_states(start.job, start.world)}") from None
     budget = job.memory.budget_gib
     if budget and found is not None and len(found) == 0:
         raise FitError(
@@ -180,8 +183,24 @@ def check_fits(job: Job, plan: Plan) -> None:
     if needed > limit:
         raise FitError(
             f"weights, gradients and optimizer need {needed:.1f} GiB a rank, but {plan.device_name} has {limit:.1f}; "
-            f"{_relief(job, plan, needed / limit)}"
+            f"{_relief(job, plan, needed / limit)}{or_smaller_states(job, plan.world)}"
         )
+
+
+def or_smaller_states(job: Job, world: int) -> str:
+    """The first setting of memory.states with which a job that does not fit would, as the end of a message."""
+    if job.memory.states != "exact" or job.model.module:
+        return ""
+    for states in ("bf16", "8bit", "24bit-master"):
+        try:
+            tried, plan = make_plan(
+                job.model_copy(update={"memory": job.memory.model_copy(update={"states": states})}), world
+            )
+        except (FitError, JobError):
+            continue
+        if plan.predicted["memory_gib"] <= device_memory(tried, device_for(tried, probe()), probe(), plan.world):
+            return f"; memory.states={states} would fit, with states in fewer bits"
+    return ""
 
 
 def _relief(job: Job, plan: Plan, times_too_large: float) -> str:

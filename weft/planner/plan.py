@@ -65,6 +65,8 @@ class Plan:
     """Host memory for offloaded activations."""
     split_master: bool = False
     """The compute weights in bf16 are the upper half of the master weights, whose lower half is a state."""
+    states: str = "exact"
+    """How states are stored (memory.states)."""
     host_share: float = 0.0
     """Share of the states (moments, low halves, moving averages) that lives in host memory."""
     disk_share: float = 0.0
@@ -133,8 +135,8 @@ class Plan:
 
     @property
     def tiered(self) -> bool:
-        """Whether states live outside of the device, or master weights are split."""
-        return self.split_master or self.host_share + self.disk_share > 0
+        """Whether states live outside of the device or in fewer bytes, or master weights are split."""
+        return self.split_master or self.states != "exact" or self.host_share + self.disk_share > 0
 
     @property
     def lazy_update(self) -> bool:

@@ -100,13 +100,13 @@ class PretrainedWeights:
     """The weights of one checkpoint, under the names of Weft's parameters."""
 
     def __init__(self, name: str, model: Model):
-        self.folder, self.model = find_folder(name), model
+        self.folder, self.model = find_folder(name), model.model_copy(update={"lora": None})
         config = read_json(self.folder / CONFIG)
         self.family, _ = read_fields(config, str(self.folder / CONFIG))
         self.blocks: list[int] = (config.get("quantization_config") or {}).get("weight_block_size", [])
         self.files: WeightFiles = weight_files(self.folder)
         self._check_size()
-        module = build_model(model)
+        module = build_model(self.model)
         self.shapes: dict[str, Shape] = named_shapes(self.family, module)
         self.buffers = {n for n, _ in module.named_buffers()}
         self.tensors: list[FileTensor] = file_tensors(self.family, model, self.shapes.items())

@@ -53,8 +53,8 @@ def write_checkpoint_folder(
         _copy(tokenizer, out / TOKENIZER)
     if not (out / GENERATION_CONFIG).exists():
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
-        _write_json(out / GENERATION_CONFIG, ids | {"_from_model_config": True})
-    _write_json(out / CONFIG, config)
+        write_json(out / GENERATION_CONFIG, ids | {"_from_model_config": True})
+    write_json(out / CONFIG, config)
     (out / "README.md").write_text(card, encoding="utf-8")
     return size
 
@@ -119,7 +119,7 @@ def write_shards(out: Path, name: str, tensors: Iterable[tuple[str, Tensor]], sh
             path.unlink(missing_ok=True)
     if count > 1:
         listed = {key: file for file, (_, keys) in zip(files, shards, strict=True) for key in keys}
-        _write_json(out / f"{name}.index.json", {"metadata": {"total_size": total, **WRITER}, "weight_map": listed})
+        write_json(out / f"{name}.index.json", {"metadata": {"total_size": total, **WRITER}, "weight_map": listed})
     return total
 
 
@@ -145,7 +145,8 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, **metadata: str) -> Non
     path.chmod(mode)
 
 
-def _write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object) -> None:
+    """Write a file of JSON with sorted keys."""
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

@@ -80,6 +80,10 @@ class BoardHeartbeat:
         self.attempt, self._finishes = attempt, False
         self.now("connect", 0)
 
+    def resumed(self, step: int) -> None:
+        """Report that this attempt continues after `step` completed steps; called before its first training phase."""
+        self.board.put(self.slot, "resumed", step)
+
     def now(self, phase: str, step: int) -> None:
         self._words[self._step] = step
         self._words[self._phase] = PHASES.index(phase)

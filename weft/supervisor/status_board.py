@@ -41,14 +41,14 @@ LEASE = 15
 """Index of the header's float word: until when (time.monotonic) ranks may commit."""
 _SLOT = (
     "pid", "want", "deaths", "code", "attempt", "rank", "beats", "step", "phase", "committed", "progress", "inside",
-    "moved",
+    "moved", "resumed",
 )  # fmt: skip
 SLOT = {name: i for i, name in enumerate(_SLOT)}
 COUNTS = 16
 """Index in a record of the first collective counter, one a group of ranks."""
 GROUPS = 12
 SLOT_WORDS = COUNTS + GROUPS
-MAGIC = 0x77656674_0002
+MAGIC = 0x77656674_0003
 WAITED_FOR = {"end": "manager", "attempt": "slots", "published": "slots"}
 """Header words that wake a process when written; `slots` wakes all ranks and spares."""
 WAITED_FOR_IN_SLOT = {"want": "manager", "deaths": "supervisor"}
@@ -80,6 +80,8 @@ class Record:
     """1 + the group index of the current collective; 0 outside collectives."""
     moved: int
     """When anything last changed, in nanoseconds of time.monotonic."""
+    resumed: int
+    """Completed steps when this attempt began."""
     counts: tuple[int, ...]
     """Collectives started, by group."""
 
@@ -167,7 +169,7 @@ class StatusBoard:
 
     def clear(self, slot: int) -> None:
         """Reset the record for a new process."""
-        for name in ("attempt", "beats", "step", "committed", "progress", "inside", "moved"):
+        for name in ("attempt", "beats", "step", "committed", "progress", "inside", "moved", "resumed"):
             self.put(slot, name, 0)
         self.put(slot, "rank", -1)
         self.put(slot, "phase", PHASES.index("start"))

@@ -57,7 +57,8 @@ class Supervisor:
         """Faults of the attempt that is over, until the next one is published."""
         self.since = time.monotonic()
         self.announced = True
-        self.committed = 0
+        self.committed = self.committed_before = 0
+        """The newest committed step, and the newest of the attempts before this one."""
         self.lost_since: float | None = None
         self.replaced: set[int] = set()
         """Ranks that were lost or killed in this attempt."""
@@ -196,6 +197,7 @@ class Supervisor:
     ) -> None:
         """Publish the next attempt."""
         number = number or self.attempt.number + 1
+        self.committed_before = self.committed
         faults = [
             *self.attempt.faults,
             *(entry(f, self.attempt.number) for f in self.open if f.kind not in NOT_RANK_FAULTS),
@@ -249,21 +251,25 @@ class Supervisor:
         ranks = [records[slot] for slot in self.attempt.ranks.values()]
         training = all(r.attempt == self.attempt.number and r.phase in TRAINING for r in ranks)
         if training and not self.announced:
-            self.announced = True
-            again = self.attempt.recovered or {}
-            step = min(r.step for r in ranks)
-            seconds = time.monotonic() - again["since"]
-            lost = max(0, self.committed - step)
-            self.journal.event(
-                "recovered", fault=again["fault"], how=again["how"], step=step + 1, steps_lost=lost,
-                attempt=self.attempt.number, seconds=round(seconds, 3),
-            )  # fmt: skip
-            self.committed = step
-            log(f"recovered in {seconds:.1f} s: step {step + 1} is next")
+            self.announce_recovery(ranks)
         if training and time.monotonic() - self.since > SPARE_DELAY_S and min(r.step for r in ranks) > 0:
             for record in records:
                 if not record.want and record.slot not in self.attempt.ranks.values():
                     self.board.put(record.slot, "want", 1)
+
+    def announce_recovery(self, ranks: list[Record]) -> None:
+        """Report the step that the attempt resumed at; the ranks may be several steps further by now."""
+        self.announced = True
+        again = self.attempt.recovered or {}
+        step = min(r.resumed for r in ranks)
+        seconds = time.monotonic() - again["since"]
+        lost = max(0, self.committed_before - step)
+        self.journal.event(
+            "recovered", fault=again["fault"], how=again["how"], step=step + 1, steps_lost=lost,
+            attempt=self.attempt.number, seconds=round(seconds, 3),
+        )  # fmt: skip
+        self.committed = max([step, *(r.committed for r in ranks)])
+        log(f"recovered in {seconds:.1f} s: step {step + 1} is next")
 
     # -- end
 
@@ -288,6 +294,8 @@ class Supervisor:
             if all(rank in gone or r.phase == "waiting" for rank, r in now.items()):
                 break
         if quiet:  # ranks exit together after the last checkpoint; a kill after that changes nothing
+            if not self.announced and all(r.attempt == self.attempt.number for r in ranks.values()):
+                self.announce_recovery(list(ranks.values()))
             return self.end(max(quiet), [])
         lines: list[str] = []
         codes = [gone.get(rank, 0) for rank in range(self.attempt.world)]

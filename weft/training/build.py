@@ -61,7 +61,10 @@ def make_streamed_optimizers(
     """The job's optimizer, with its states where the plan has them."""
     units = tuple(find_units(build_model(job.model)))
     shares = {home: share for home, share in (("host", plan.host_share), ("disk", plan.disk_share)) if share}
-    tiering = Tiering(shares, plan.split_master, plan.lazy_update, int(plan.stream_gib * 2**30), plan.disk)
+    tiering = Tiering(
+        shares, plan.split_master, plan.lazy_update, int(plan.stream_gib * 2**30), plan.disk, plan.states,
+        job.train.seed,
+    )  # fmt: skip
     made = StreamedOptimizers(
         job.optim, spread_model, lambda name: name.startswith(units), mesh, list(units), ema, tiering
     )

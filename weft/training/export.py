@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,13 @@ from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.models.build_model import build_model
 from weft.planner.model.counts import count_parameters
+from weft.pretrained.adapters import base_model, merged, write_adapters
 from weft.pretrained.folder import CONFIG, SIDE_FOLDER, existing_folder, read_json
 from weft.pretrained.writer import save_tensors, write_checkpoint_folder, write_shards
 from weft.training.model_card import CARD, is_model_card, model_card
 
-FILES = {"safetensors": "model.safetensors", "torch": "model.pt", "hf": "hf"}
-"""By format, the default name of the export in the run's folder: a file, or a folder for hf."""
+FILES = {"safetensors": "model.safetensors", "torch": "model.pt", "hf": "hf", "peft": "peft"}
+"""By format, the default name of the export in the run's folder: a file, or a folder for hf and peft."""
 SHARD_BYTES = 5 * 10**9
 """Size of the files of an hf export, unless another is given."""
 
@@ -38,11 +40,13 @@ def newest(run: RunDir) -> SavedCheckpoint:
 
 def load_params(found: SavedCheckpoint, ema: bool = False) -> dict[str, Tensor]:
     """Every parameter, unsharded, in fp32, by its name in the model."""
-    prefix = "ema." if ema else "model."
-    params = {n.removeprefix(prefix): _fp32(t) for n, t in load_full(found.path, prefix).items()}
-    if not params:
+    params = {n.removeprefix("model."): _fp32(t) for n, t in load_full(found.path, "model.").items()}
+    if not ema:
+        return params
+    averages = {n.removeprefix("ema."): _fp32(t) for n, t in load_full(found.path, "ema.").items()}
+    if not averages:
         raise _without_average(found)
-    return params
+    return params | averages  # frozen weights have no average
 
 
 def _fp32(tensor: Tensor) -> Tensor:
@@ -119,31 +123,72 @@ class ExportOptions:
 
 def export_run(run: RunDir, found: SavedCheckpoint, to: str, out: Path, options: ExportOptions) -> int:
     """Export a checkpoint in a format of FILES; returns the bytes of the weights."""
-    return _export_hf(run, found, out, options) if to == "hf" else export_file(found, to, out, options)
+    if to not in ("hf", "peft"):
+        return export_file(found, to, out, options)
+    _check_folder(out)
+    job = saved_job(found)
+    if job.model.module or not job.model.is_decoder:
+        what = job.model.module or f"model.family={job.model.family}"
+        raise JobError(f"--to {to} writes language models, and this run trains {what}; --to safetensors would work")
+    return (_export_hf if to == "hf" else _export_peft)(run, job, found, out, options)
 
 
-def _export_hf(run: RunDir, found: SavedCheckpoint, out: Path, options: ExportOptions) -> int:
+class _Tensors:
+    """The parameters and buffers of a checkpoint, read one at a time; with `ema` the averages where there are some."""
+
+    def __init__(self, found: SavedCheckpoint, ema: bool):
+        self.index = Index(found.path)
+        if ema and not any(name.startswith("ema.") for name in self.index.tensors):
+            raise _without_average(found)
+        order = ("ema.", "model.", "buffer.") if ema else ("model.", "buffer.")
+        self.prefixes = {
+            name.removeprefix(prefix): prefix
+            for prefix in reversed(order)
+            for name in self.index.tensors
+            if name.startswith(prefix)
+        }
+
+    def load(self, name: str) -> Tensor:
+        if name not in self.prefixes:
+            raise JobError(f"{self.index.path} does not hold {name}, which the model in its metadata has")
+        return load_named(self.index, [name], self.prefixes[name])[name]
+
+
+def _check_folder(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise JobError(f"--out {out} exists and is not a folder; name a new folder such as my-model")
     if out.exists() and any(out.iterdir()) and not is_model_card(out / CARD):
         raise JobError(f"--out {out} holds other files; name a new folder such as my-model")
-    job = saved_job(found)
-    if job.model.module or not job.model.is_decoder:
-        what = job.model.module or f"model.family={job.model.family}"
-        raise JobError(f"--to hf writes language models, and this run trains {what}; --to safetensors would work")
+
+
+def _export_peft(run: RunDir, job: Job, found: SavedCheckpoint, out: Path, options: ExportOptions) -> int:
+    if job.model.lora is None:
+        raise JobError(f"--to peft writes adapters, and {run.path} trains all weights; --to hf would work")
+    tensors = _Tensors(found, options.ema)
+    return write_adapters(
+        out, job.model, tensors.load, set(tensors.prefixes), original=_original(job), dtype=options.dtype,
+        base=job.model.pretrained or "", card=model_card(run, job, found.step, "peft"),
+    )  # fmt: skip
+
+
+def _original(job: Job) -> dict[str, Any] | None:
+    """The config of the checkpoint that a run started from."""
+    source = existing_folder(job.model.pretrained)
+    return read_json(source / CONFIG) if source else None
+
+
+def _export_hf(run: RunDir, job: Job, found: SavedCheckpoint, out: Path, options: ExportOptions) -> int:
     source = existing_folder(job.model.pretrained)
     tokenizer = Path(job.data.tokenizer)
-    index, prefix = Index(found.path), "ema." if options.ema else "model."
-    if options.ema and not any(name.startswith(prefix) for name in index.tensors):
-        raise _without_average(found)
-    buffers = {name.removeprefix("buffer.") for name in index.tensors if name.startswith("buffer.")}
+    tensors, lora, model = _Tensors(found, options.ema), job.model.lora, base_model(job.model)
+    held = set(tensors.prefixes)
 
     def load(names: list[str]) -> dict[str, Tensor]:
-        return {n: load_named(index, [n], "buffer." if n in buffers else prefix)[n] for n in names}
+        return {n: tensors.load(n) if lora is None else merged(n, lora, tensors.load, held) for n in names}
 
     return write_checkpoint_folder(
-        out, job.model, build_model(job.model), load, dtype=options.dtype,
-        shard_bytes=options.shard_bytes or SHARD_BYTES, original=read_json(source / CONFIG) if source else None,
+        out, model, build_model(model), load, dtype=options.dtype,
+        shard_bytes=options.shard_bytes or SHARD_BYTES, original=_original(job),
         side_files=source or run.path / SIDE_FOLDER,
         tokenizer=tokenizer if tokenizer.is_file() else None,
         eos=open_tokenizer(job.data).eos if tokenizer.is_file() else None, card=model_card(run, job, found.step),

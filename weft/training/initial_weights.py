@@ -57,6 +57,7 @@ def _is_imported(path: Path) -> bool:
 def _fill(path: Path, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
     index = Index(path)
     saved = {f"model.{n}": t for n, t in params.items()}
+    saved = {n: t for n, t in saved.items() if n in index.tensors or ".lora." not in n}  # adapters start as they are
     saved |= {f"buffer.{n}": t for n, t in buffers.items() if f"buffer.{n}" in index.tensors}
     if text := index.mismatch(saved):
         raise JobError(text)

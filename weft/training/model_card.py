@@ -7,7 +7,7 @@ from pathlib import Path
 
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
-from weft.planner.model.counts import count_parameters
+from weft.planner.model.counts import count_parameters, count_trained
 from weft.planner.plan import Plan
 from weft.watch.journal import read_metrics
 from weft.watch.progress import duration
@@ -23,8 +23,8 @@ def is_model_card(path: Path) -> bool:
         return False
 
 
-def model_card(run: RunDir, job: Job, step: int) -> str:
-    """README.md of an exported checkpoint."""
+def model_card(run: RunDir, job: Job, step: int, library: str = "transformers") -> str:
+    """README.md of an exported checkpoint, for the library that loads it."""
     counts = count_parameters(job.model)
     records = [r for r in read_metrics(run.metrics) if r["step"] <= step]
     last = records[-1] if records else {}
@@ -32,6 +32,7 @@ def model_card(run: RunDir, job: Job, step: int) -> str:
     rows = {
         "base model": job.model.pretrained or "none, trained from random weights",
         "parameters": f"{counts.total:,}" if counts else "unknown",
+        "adapters": _adapters(job),
         "data": f"{job.data.source}, sequences of {job.data.seq_len} tokens",
         "steps": f"{step:,} of {train.steps:,}",
         "tokens": f"{last['tokens']:,}" if "tokens" in last else "",
@@ -44,7 +45,13 @@ def model_card(run: RunDir, job: Job, step: int) -> str:
         "command": f"weft train {run.job}",
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value)
-    return f"---\nlibrary_name: transformers\n---\n\n# {job.name}\n\n| | |\n|---|---|\n{table}\n\n{LAST_LINE}\n"
+    return f"---\nlibrary_name: {library}\n---\n\n# {job.name}\n\n| | |\n|---|---|\n{table}\n\n{LAST_LINE}\n"
+
+
+def _adapters(job: Job) -> str:
+    if (lora := job.model.lora) is None:
+        return ""
+    return f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, {count_trained(job.model):,} parameters"
 
 
 def _layout(run: RunDir) -> str:

@@ -83,6 +83,7 @@ class Stepper:
         taken = wanted and (unseen or self.blind or bool(finite))
         if taken:
             flag = finite if unseen else None
+            state.optimizers.step_number = state.step
             state.optimizers.step(lr, clipped * grads.factor, flag)
             state.ema.update(flag)
         state.model.after_step(finite if taken and unseen else taken)

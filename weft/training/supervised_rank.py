@@ -179,6 +179,7 @@ class SupervisedRank:
 
     def _restore_run_totals(self, session: Session, attempt: Attempt) -> None:
         """Restore totals of the run from earlier attempts."""
+        self.heartbeat.resumed(session.state.step)
         if not self.board["first_step"]:
             self.board["first_step"] = session.first_step + 1
         session.first_step = self.board["first_step"] - 1

@@ -126,10 +126,10 @@ def test_rounding_to_nearest_is_deterministic() -> None:
 def test_sums_over_four_ranks(pool: RankPool) -> None:
     """All ranks end with the same bits, close to the sum; residuals add up, and the bytes are those of the codec."""
     ranks, n = 4, 515
-    told = pool.run(compression_ranks.sums, ranks, ALL, n)
+    output = pool.run(compression_ranks.sums, ranks, ALL, n)
     inputs = torch.stack([compression_ranks.numbers(r, ranks, n) for r in range(ranks)])  # [rank, row, n]
     for name in ALL:
-        seen = [one[name] for one in told]
+        seen = [one[name] for one in output]
         totals = [one["reduced"][0] for one in seen]
         assert all(torch.equal(totals[0], t) for t in totals), name
         if codec(name).feedback:

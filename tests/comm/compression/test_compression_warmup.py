@@ -65,8 +65,8 @@ def test_mean_bytes_of_a_run(name: str, steps: int, warmup: int, ranks: int) -> 
         setting = setting_at(wanted, at, ranks)
         return 6 * share_of(setting) if setting.kind in ("topk", "threshold") else 1 / (setting.kind == "int8" or 2)
 
-    told = sum(share * bytes_at(at) for share, at in age_ranges(wanted, steps, warmup, ranks))
-    assert told == pytest.approx(sum(bytes_at(age(i + 0.5, warmup)) for i in range(steps)) / steps, rel=0.01)
+    output = sum(share * bytes_at(at) for share, at in age_ranges(wanted, steps, warmup, ranks))
+    assert output == pytest.approx(sum(bytes_at(age(i + 0.5, warmup)) for i in range(steps)) / steps, rel=0.01)
 
 
 def test_plan_has_mean_and_final_bytes() -> None:
@@ -75,9 +75,9 @@ def test_plan_has_mean_and_final_bytes() -> None:
         "model": {"shape": "llama-1b"}, "cluster": {"device": "h100-sxm", "nodes": 1, "devices_per_node": 2},
         "parallel": {"dp_replicate": 2},
     }  # fmt: skip
-    told = make_plan(parse_job(written))[1].predicted
+    output = make_plan(parse_job(written))[1].predicted
     as_int8 = make_plan(parse_job(written | {"comm": {"compression": "int8"}}))[1].predicted
-    assert told["communication_last_mib"] < told["communication_mib"] < as_int8["communication_mib"]
+    assert output["communication_last_mib"] < output["communication_mib"] < as_int8["communication_mib"]
     assert "communication_last_mib" not in as_int8
 
 

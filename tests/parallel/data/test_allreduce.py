@@ -57,9 +57,9 @@ def test_refused_with_shards() -> None:
         "model": {"shape": "tiny"}, "comm": {"allreduce": "ring"}, "train": {"global_batch": 8},
         "cluster": {"device": "cpu", "devices_per_node": 2}, "parallel": {"dp_shard": 2},
     })  # fmt: skip
-    with pytest.raises(JobError) as said:
+    with pytest.raises(JobError) as result:
         make_plan(job)
-    assert str(said.value) == (
+    assert str(result.value) == (
         "comm.allreduce=ring is how replicas sum their gradients, and under parallel.dp_shard=2 the backend sums them; "
         "allreduce=auto or dp_replicate would work"
     )

@@ -50,11 +50,11 @@ def orders(job: Job) -> tuple[list[int], list[int], int]:
 
 
 def test_ranks_use_one_order(pool: RankPool) -> None:
-    told = pool.run(orders, 2, parity.make_job("comm.bucket_mb=0.004", parallel={"dp_replicate": 2}))
-    first, learned, count = told[0]
+    output = pool.run(orders, 2, parity.make_job("comm.bucket_mb=0.004", parallel={"dp_replicate": 2}))
+    first, learned, count = output[0]
     assert count > 3
     assert first == list(range(count)) and sorted(learned) == first
-    assert told[1][1] == learned
+    assert output[1][1] == learned
 
 
 def test_bucket_size_follows_alpha_and_beta() -> None:

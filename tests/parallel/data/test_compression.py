@@ -118,7 +118,7 @@ def test_adaptive_choice_is_equal_on_all_ranks(pool: RankPool) -> None:
 
 
 def test_bad_settings_are_refused() -> None:
-    for value, said in {
+    for value, result in {
         "int9": "must be none, fp16, bf16, int8, int4, topk:0.01, threshold:3, powersgd:4, onebit or adaptive; "
         "did you mean int8?",
         "topk:2": "must be topk:0.01 or the like, with a share of the elements above 0 and up to 1 after the colon",
@@ -128,7 +128,7 @@ def test_bad_settings_are_refused() -> None:
     }.items():
         with pytest.raises(JobError) as error:
             job_of(value)
-        assert str(error.value) == f"comm.compression={value!r}: {said}"
+        assert str(error.value) == f"comm.compression={value!r}: {result}"
     assert job_of("topk").comm.compression == "topk:0.01"
 
 

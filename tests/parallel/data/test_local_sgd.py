@@ -116,13 +116,13 @@ def test_quantized_values_are_within_half_a_level(blocks: int, kind: str, seed: 
 @pytest.mark.parametrize(("world", "size"), [(2, 1), (3, 5000)])
 def test_quantized_sums_are_equal_on_every_rank(pool: RankPool, world: int, size: int) -> None:
     found = pool.run(sync_ranks.quantized_sums, world, size, "int8")
-    for told, exact, _ in found:
-        assert torch.equal(told, found[0][0])
-        assert (told - exact).abs().max() <= 0.02 * exact.abs().max()
+    for output, exact, _ in found:
+        assert torch.equal(output, found[0][0])
+        assert (output - exact).abs().max() <= 0.02 * exact.abs().max()
 
 
 @pytest.mark.parametrize(
-    ("layout", "sync", "sections", "said"),
+    ("layout", "sync", "sections", "result"),
     [
         ("dp_shard 2", "local:8", {}, "train.sync=local is an exchange between replicas, and there is one"),
         ("1", "diloco", {}, "2 ranks (--nproc 2) with parallel.dp_replicate=2 or train.sync=step would work"),
@@ -137,10 +137,10 @@ def test_quantized_sums_are_equal_on_every_rank(pool: RankPool, world: int, size
         ("dp_replicate 4", {"mode": "server", "gather": 3}, {}, "gather=2 would work"),
     ],
 )
-def test_unsupported_combinations_are_refused(layout: str, sync: Any, sections: Any, said: str) -> None:
+def test_unsupported_combinations_are_refused(layout: str, sync: Any, sections: Any, result: str) -> None:
     with pytest.raises(JobError) as refused:
         make_plan(job_of(layout, sync, **sections))
-    assert said in str(refused.value)
+    assert result in str(refused.value)
 
 
 def test_auto_layout_uses_replicas() -> None:

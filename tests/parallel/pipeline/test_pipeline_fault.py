@@ -47,26 +47,26 @@ def test_killed_rank_ends_the_run_which_then_resumes(tmp_path: Path) -> None:
     started.wait_for(lambda: step_of(run) >= 6)
     started.ranks()[1].send_signal(signal.SIGKILL)
     killed_at = time.monotonic()
-    said = started.end()
+    result = started.end()
     assert time.monotonic() - killed_at < TIMEOUT_S + GRACE_S
-    assert said.code == Exit.DIFFERS
-    assert said.err.splitlines()[-2].startswith("rank 1 was killed by SIGKILL")
-    assert said.last == "log: runs/run/logs/rank-1.log; start the same command again to resume"
+    assert result.code == Exit.DIFFERS
+    assert result.err.splitlines()[-2].startswith("rank 1 was killed by SIGKILL")
+    assert result.last == "log: runs/run/logs/rank-1.log; start the same command again to resume"
 
     again = weft(tmp_path, "train", "job.yaml")
     assert again.code == Exit.DONE, again.err
     resumed = re.search(r"resumed from step (\d+)", again.err)
     assert resumed and int(resumed[1]) in range(4, STEPS, 4), again.err
-    told = losses(run)
-    assert list(told) == list(range(1, STEPS + 1))
-    assert all(len(set(values)) == 1 for values in told.values()), "a repeated step had another loss"
+    output = losses(run)
+    assert list(output) == list(range(1, STEPS + 1))
+    assert all(len(set(values)) == 1 for values in output.values()), "a repeated step had another loss"
 
 
 def test_stopped_rank_is_named_after_the_timeout(stopped: Started) -> None:
-    said = stopped.end()
-    assert said.code == Exit.HANG
-    assert said.err.splitlines()[-2].startswith("rank 0 did not respond; rank 1 (pp1) waited in ")
-    assert said.last == (
+    result = stopped.end()
+    assert result.code == Exit.HANG
+    assert result.err.splitlines()[-2].startswith("rank 0 did not respond; rank 1 (pp1) waited in ")
+    assert result.last == (
         "log: runs/run/logs/rank-0.log; start the same command again to resume, with a longer comm.timeout_s if it was "
         "only slow"
     )

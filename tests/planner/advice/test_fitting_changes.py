@@ -28,9 +28,9 @@ BASE: dict[str, Any] = {
 )
 def test_every_change_makes_the_job_fit(words: str, nproc: int | None) -> None:
     raw = apply_overrides(BASE, _split(words))
-    told = show(parse_job(raw), nproc, PlanOptions())
-    assert told.failed and told.data["fits"] is False and told.data["short_gib"] > 0
-    changes = told.data["changes"]
+    output = show(parse_job(raw), nproc, PlanOptions())
+    assert output.failed and output.data["fits"] is False and output.data["short_gib"] > 0
+    changes = output.data["changes"]
     assert len(changes) == 3 and len({c["change"] for c in changes}) == 3
     costs = [c["cost_usd"] for c in changes if c["cost_usd"] is not None]
     assert costs == sorted(costs)

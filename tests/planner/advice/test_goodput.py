@@ -90,10 +90,10 @@ def test_history_corrects_the_calibration(tmp_path: Path) -> None:
         lines = [json.dumps({"step": i, "step_time_s": took * (3 if i == 0 else 1)}) for i in range(10)]
         (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 1')
     (tmp_path / "never").mkdir()
-    told, better = read_history(tmp_path, "h100-sxm", load_calibration("weft"))
-    assert {r.name for r in told.runs} == set(times)
-    assert told.factor == pytest.approx(2.1, rel=1e-3)
-    assert told.before == pytest.approx(0.52, abs=0.01) and told.after < 0.06
+    output, better = read_history(tmp_path, "h100-sxm", load_calibration("weft"))
+    assert {r.name for r in output.runs} == set(times)
+    assert output.factor == pytest.approx(2.1, rel=1e-3)
+    assert output.before == pytest.approx(0.52, abs=0.01) and output.after < 0.06
     again, _ = read_history(tmp_path, "h100-sxm", better)
     assert again.factor == pytest.approx(1.0, abs=0.02)
     other, same = read_history(tmp_path, "a100-sxm-80gb", load_calibration("weft"))
@@ -109,9 +109,9 @@ def test_damaged_runs_are_skipped_and_counted(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         for file, text in zip(("plan.json", "job.yaml", "metrics.jsonl"), files, strict=True):
             (tmp_path / name / file).write_text(text)
-    told, same = read_history(tmp_path, "h100-sxm", load_calibration("weft"))
-    assert (told.runs, told.unread, told.factor) == ((), 3, 1.0) and same == load_calibration("weft")
-    assert "3 folders could not be used" in history_table(told)
+    output, same = read_history(tmp_path, "h100-sxm", load_calibration("weft"))
+    assert (output.runs, output.unread, output.factor) == ((), 3, 1.0) and same == load_calibration("weft")
+    assert "3 folders could not be used" in history_table(output)
 
 
 def test_a_run_without_progress_has_a_finite_time() -> None:

@@ -29,7 +29,7 @@ def made() -> Survey:
 
 
 @pytest.mark.parametrize(
-    ("asked", "verdict", "says"),
+    ("asked", "verdict", "text"),
     [
         ("tp=0", "cannot be", "tp=0 is less than 1"),
         ("pp=64", "cannot be", "multiply to 64, which does not divide 16 ranks; 16 would"),
@@ -48,10 +48,10 @@ def made() -> Survey:
         ("dp_replicate=16", "does not fit", "too much"),
     ],
 )
-def test_every_layout_gets_an_answer(made: Survey, asked: str, verdict: str, says: str) -> None:
-    told = why_not(made, asked)
-    assert says in told["because"] and "\n" not in told["because"]
-    assert told["verdict"] == verdict
+def test_every_layout_gets_an_answer(made: Survey, asked: str, verdict: str, text: str) -> None:
+    output = why_not(made, asked)
+    assert text in output["because"] and "\n" not in output["because"]
+    assert output["verdict"] == verdict
 
 
 @pytest.mark.parametrize("asked", ["", "  ", "banana", "tp=-1", "tp=two", "=8", "tp=8 and more"])
@@ -62,5 +62,5 @@ def test_invalid_layouts_are_refused(made: Survey, asked: str) -> None:
 
 def test_layouts_outside_the_search_on_cpus() -> None:
     job = parse_job({"model": {"shape": "tiny"}, "data": {"source": "synthetic"}, "cluster": {"devices_per_node": 2}})
-    told = why_not(survey(start_plan(job), front=False), "pp=2")
-    assert told["verdict"] != "cannot be", told
+    output = why_not(survey(start_plan(job), front=False), "pp=2")
+    assert output["verdict"] != "cannot be", output

@@ -45,12 +45,13 @@ def test_layouts_together_and_alone_have_the_same_memory(model: Any, precision: 
 
 def test_each_optimizer_has_its_own_bytes() -> None:
     held = {}
-    for name in ("adamw", "sgd", "muon", "adafactor"):
+    for name in ("adamw", "sgd", "muon", "adafactor", "lars", "lamb"):
         job, plan = make_plan(job_of("llama-1b", optim={"name": name}, parallel={"dp_replicate": 8, "dp_shard": 1}))
         start = start_plan(job)
         estimator = make_estimator(job, start.plan, 8, start.device, start.memory_gib)
         held[name] = float(estimator.estimate(Layouts.one(plan), detail=True).memory["optimizer"][0])
     assert held["adamw"] == pytest.approx(2 * held["sgd"], rel=1e-6)
+    assert (held["lars"], held["lamb"]) == (held["sgd"], held["adamw"])
     assert held["adafactor"] < 0.01 * held["adamw"] < held["sgd"] < held["muon"] < held["adamw"]
 
 

@@ -109,20 +109,20 @@ def test_the_json_has_exactly_its_keys(tmp_path: Path) -> None:
         {"gpu": "Abacus-9000"},
         {"tokens_per_s_per_gpu": 6000, "derived_fields": "tokens_per_s_per_gpu(from tflops)"},
     )
-    told = json.loads(weft(tmp_path, "estimate", "--table", str(path), "--json").out)
+    output = json.loads(weft(tmp_path, "estimate", "--table", str(path), "--json").out)
     four = {"rows", "median_abs_error", "mean_abs_error", "p90_abs_error"}
-    assert {"overall", "sources", "skipped"} <= told.keys()
-    for part in (told["overall"], told["sources"]["somebody"]):
+    assert {"overall", "sources", "skipped"} <= output.keys()
+    for part in (output["overall"], output["sources"]["somebody"]):
         assert part.keys() == {"step_time", "peak_memory", "fits", "regret"}
         assert part["step_time"].keys() == four and part["peak_memory"].keys() == four
         assert part["fits"].keys() == {"rows", "accuracy", "false_fits", "false_ooms"}
         assert part["regret"].keys() == {"sweeps", "mean", "p95", "spearman"}
-    assert told["overall"]["step_time"]["rows"] == 2
-    assert told["overall"]["peak_memory"]["rows"] == 1
-    assert told["overall"]["fits"]["rows"] == 5
-    assert told["overall"]["regret"]["sweeps"] == 1
-    assert sum(told["skipped"].values()) == 6
-    assert told["skipped"] == {
+    assert output["overall"]["step_time"]["rows"] == 2
+    assert output["overall"]["peak_memory"]["rows"] == 1
+    assert output["overall"]["fits"]["rows"] == 5
+    assert output["overall"]["regret"]["sweeps"] == 1
+    assert sum(output["skipped"].values()) == 6
+    assert output["skipped"] == {
         "ran out of memory (scored under fits)": 1,
         "trust B": 1,
         "the model's shape is not given": 1,
@@ -157,9 +157,9 @@ def test_tables_of_other_spreadsheets(tmp_path: Path) -> None:
         ",,,,,,,",
     ]
     path.write_text(head + "\n".join(lines) + "\n", encoding="utf-8-sig")
-    told = score_table(path)
-    assert told["overall"]["step_time"]["rows"] == 2 and list(told["sources"]) == ["unnamed"]
-    assert told["skipped"] == {
+    output = score_table(path)
+    assert output["overall"]["step_time"]["rows"] == 2 and list(output["sources"]) == ["unnamed"]
+    assert output["skipped"] == {
         "the model's shape is not given": 1,
         "no gpu": 1,
         "no heads": 1,
@@ -188,7 +188,7 @@ def test_flags_may_be_decimals(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "name"),
+    ("result", "name"),
     [
         ("H200SXM", "h200-sxm"),
         ("nvidia_h100_pcie", "h100-pcie"),
@@ -199,17 +199,17 @@ def test_flags_may_be_decimals(tmp_path: Path) -> None:
         ("Instinct MI300", "mi300x"),
     ],
 )
-def test_spellings_of_devices(said: str, name: str) -> None:
-    assert row_device(said).name == name
+def test_spellings_of_devices(result: str, name: str) -> None:
+    assert row_device(result).name == name
 
 
 def test_a_calibration_file_and_a_wrong_name(tmp_path: Path) -> None:
     path = table(tmp_path / "s.csv", {"tokens_per_s_per_gpu": 6000})
     (tmp_path / "mine.json").write_text('{"matmul": 0.5}', encoding="utf-8")
     assert score_table(path, stack=str(tmp_path / "mine.json"))["overall"]["step_time"]["rows"] == 1
-    for text, says in (("{", "is not JSON"), ("[]", "must be an object"), ('{"link": "x"}', "link is 'x'")):
+    for text, message in (("{", "is not JSON"), ("[]", "must be an object"), ('{"link": "x"}', "link is 'x'")):
         (tmp_path / "mine.json").write_text(text, encoding="utf-8")
-        with pytest.raises(JobError, match=says):
+        with pytest.raises(JobError, match=message):
             read_calibration(str(tmp_path / "mine.json"))
     done = weft(tmp_path, "estimate", "--table", str(path), "--stack", "nobody")
     assert done.code == 2 and "no calibration is named 'nobody'; known: " in done.err
@@ -222,10 +222,19 @@ def test_a_job_or_a_table_but_not_both(tmp_path: Path) -> None:
 
 def test_a_job_by_the_command_line(tmp_path: Path) -> None:
     done = weft(tmp_path, "estimate", "demo", "--nproc", "2", "--json")
-    told = json.loads(done.out)
-    assert {"step_time_s", "mfu", "peak_memory_gib", "fits", "memory", "time", "energy_kwh", "cost_usd"} <= told.keys()
-    said = weft(tmp_path, "estimate", "demo", "--nproc", "2").out
-    assert "memory " in said and "whole run " in said
+    output = json.loads(done.out)
+    assert {
+        "step_time_s",
+        "mfu",
+        "peak_memory_gib",
+        "fits",
+        "memory",
+        "time",
+        "energy_kwh",
+        "cost_usd",
+    } <= output.keys()
+    result = weft(tmp_path, "estimate", "demo", "--nproc", "2").out
+    assert "memory " in result and "whole run " in result
 
 
 def test_an_unknown_source_is_scaled_by_its_other_models_only(tmp_path: Path) -> None:
@@ -252,9 +261,9 @@ def test_regret_counts_what_the_choice_costs(tmp_path: Path) -> None:
             {"tp": 8, "dp": 8, "fsdp_or_zero": "ZeRO-1", "tokens_per_s_per_gpu": 5000},
         )
     )[0]
-    told = predict(rows, scale=False)
-    [sweep] = sweeps(told, range(2))
-    chosen = int(np.argmin(told.seconds))
+    output = predict(rows, scale=False)
+    [sweep] = sweeps(output, range(2))
+    chosen = int(np.argmin(output.seconds))
     assert sweep["regret"] == pytest.approx([0.25, 0.0][chosen])
     assert sweep["spearman"] == pytest.approx([-1.0, 1.0][chosen])
 

@@ -25,7 +25,7 @@ def refused(world: int | None = None, **job: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("world", "job", "says"),
+    ("world", "job", "text"),
     [
         (4, {"model": SMALL, "parallel": {"tp": 4}},
          "parallel.tp=4 does not divide model.kv_heads=2: each rank needs a whole key and value head; "
@@ -144,13 +144,13 @@ def refused(world: int | None = None, **job: Any) -> str:
          "model.positions=rope"),
     ],
 )  # fmt: skip
-def test_refusals_name_the_clash_and_what_would_work(world: int, job: dict[str, Any], says: str) -> None:
-    assert refused(world, **job) == says
+def test_refusals_name_the_clash_and_what_would_work(world: int, job: dict[str, Any], text: str) -> None:
+    assert refused(world, **job) == text
 
 
 def test_all_broken_rules_are_listed() -> None:
-    said = refused(4, model={**SMALL, "ffn": 97}, parallel={"tp": 4}, train={"global_batch": 5, "microbatch": 2})
-    assert [line.split()[0] for line in said.splitlines()] == ["parallel.tp=4", "model.ffn=97", "train.microbatch=2"]
+    result = refused(4, model={**SMALL, "ffn": 97}, parallel={"tp": 4}, train={"global_batch": 5, "microbatch": 2})
+    assert [line.split()[0] for line in result.splitlines()] == ["parallel.tp=4", "model.ffn=97", "train.microbatch=2"]
 
 
 def test_exit_code_of_a_job_that_does_not_fit() -> None:
@@ -173,7 +173,7 @@ def test_exit_code_of_a_job_that_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "says"),
+    ("parallel", "text"),
     [
         ({"dp_shard": 8, "zero": 1}, "cut more with parallel.zero=3, or use more ranks"),
         (
@@ -184,7 +184,7 @@ def test_exit_code_of_a_job_that_does_not_fit() -> None:
         ({"dp_replicate": 8}, "cut them with parallel.dp_shard instead of dp_replicate, or use more ranks"),
     ],
 )
-def test_advice_does_not_repeat_the_job(parallel: dict[str, Any], says: str) -> None:
+def test_advice_does_not_repeat_the_job(parallel: dict[str, Any], text: str) -> None:
     cluster = {"device": "h100", "devices_per_node": 8}
     job, plan = make_plan(
         parse_job({
@@ -193,7 +193,7 @@ def test_advice_does_not_repeat_the_job(parallel: dict[str, Any], says: str) -> 
     )  # fmt: skip
     with pytest.raises(FitError) as caught:
         check_fits(job, plan)
-    assert str(caught.value).endswith(f" GiB a rank, but h100-sxm has 79.1; {says}")
+    assert str(caught.value).endswith(f" GiB a rank, but h100-sxm has 79.1; {text}")
 
 
 def test_microbatches_are_accumulation_without_a_pipeline_too() -> None:

@@ -55,8 +55,8 @@ def test_svg_is_valid_and_shows_every_action(name: str) -> None:
     made = line(name)
     root = ElementTree.fromstring(gantt_svg(made, "a <b> & c"))
     assert root.findtext(f"{SVG}title") == "a <b> & c"
-    said = [t.text or "" for t in root.iter(f"{SVG}title")][1:]
-    assert len(said) == len(made.spans)
+    result = [t.text or "" for t in root.iter(f"{SVG}title")][1:]
+    assert len(result) == len(made.spans)
     assert f"bubble {made.bubble:.1%}" in "".join(root.itertext())
     wide = [(float(r.get("x") or 0), float(r.get("width") or 0)) for r in root.iter(f"{SVG}rect")]
     assert all(x >= 0 and x + w <= 960 for x, w in wide)

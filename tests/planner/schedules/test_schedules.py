@@ -83,8 +83,8 @@ def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(p: int, m: int,
 
 def test_interleaving_in_groups_of_p_is_the_order_of_the_paper() -> None:
     first = make_schedule("interleaved-1f1b", 2, 4).actions[0]
-    said = " ".join(f"{a.kind}{a.stage}.{a.microbatch}" for a in first)
-    assert said == "F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3"
+    result = " ".join(f"{a.kind}{a.stage}.{a.microbatch}" for a in first)
+    assert result == "F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3"
 
 
 @given(RANKS, MICROBATCHES, st.integers(1, 3))
@@ -164,7 +164,7 @@ def test_the_first_stage_does_not_split_its_backward() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "microbatches", "virtual", "said"),
+    ("name", "ranks", "microbatches", "virtual", "result"),
     [
         ("1F1B", 2, 4, None, "parallel.schedule=1F1B is not a pipeline schedule; did you mean 1f1b?"),
         (
@@ -204,9 +204,9 @@ def test_the_first_stage_does_not_split_its_backward() -> None:
         ),
     ],
 )
-def test_refusals(name: str, ranks: int, microbatches: int, virtual: int | None, said: str) -> None:
+def test_refusals(name: str, ranks: int, microbatches: int, virtual: int | None, result: str) -> None:
     text = check_schedule(name, ranks, microbatches, virtual)
-    assert text is not None and said in text
+    assert text is not None and result in text
     with pytest.raises(JobError, match="parallel"):
         make_schedule(name, ranks, microbatches, virtual)
 
@@ -229,7 +229,7 @@ def test_invalid_schedules_are_found() -> None:
     split = make_schedule("zb-h1", 2, 2)
     late = [a.kind for a in split.actions[1]].index("W")
     early = split.actions[1].index(split.actions[1][late]._replace(kind="I"))
-    for broken, said in [
+    for broken, result in [
         (with_list(good, 0, first[:-1]), "I of stage 0, microbatch 1 is missing"),
         (with_list(good, 0, [*first, first[0]]), "F of stage 0, microbatch 0 is there 2 times"),
         (with_list(good, 0, [*first, Action("W", 0, 0)]), "W of stage 0, microbatch 0 is there 2 times"),
@@ -241,7 +241,7 @@ def test_invalid_schedules_are_found() -> None:
         (replace(good, rank_of=(0, 0)), "stages are placed on ranks"),
         (replace(good, stages=3), "3 stages on 2 ranks, but 2 stages are placed"),
     ]:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=result):
             validate(broken)
 
 

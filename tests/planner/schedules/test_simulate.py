@@ -17,8 +17,8 @@ from weft.planner.schedules.stage_split import split_layers, split_stages
 def test_times_of_a_small_example() -> None:
     # two stages, one of them slower, and messages that take 0.5
     line = simulate(make_schedule("1f1b", 2, 2), Costs(forward=(1, 2), backward=(3, 4), send=0.5))
-    told = {(s.kind, s.stage, s.microbatch): (s.start, s.end) for s in line.spans}
-    assert told == {
+    output = {(s.kind, s.stage, s.microbatch): (s.start, s.end) for s in line.spans}
+    assert output == {
         ("F", 0, 0): (0, 1),
         ("F", 0, 1): (1, 2),
         ("F", 1, 0): (1.5, 3.5),
@@ -127,7 +127,7 @@ def test_a_pinned_split_counts_blocks(pinned: list[int], split: list[tuple[int, 
 
 
 @pytest.mark.parametrize(
-    ("pinned", "said"),
+    ("pinned", "result"),
     [
         ([2, 3], r"parallel.split=\[2, 3\] adds up to 5 blocks, but model.layers=6; 1 more would work"),
         ([4, 4], r"adds up to 8 blocks, but model.layers=6; 2 fewer would work"),
@@ -136,8 +136,8 @@ def test_a_pinned_split_counts_blocks(pinned: list[int], split: list[tuple[int, 
         ([7, -1], r"has a stage of -1 blocks"),
     ],
 )
-def test_invalid_pinned_splits(pinned: list[int], said: str) -> None:
-    with pytest.raises(JobError, match=said):
+def test_invalid_pinned_splits(pinned: list[int], result: str) -> None:
+    with pytest.raises(JobError, match=result):
         split_stages([1.0] * 8, 2, pinned)
 
 
@@ -157,7 +157,7 @@ def test_layers_alone_fill_every_stage(layers: int, stages: int, pairs: bool, sp
 
 
 @pytest.mark.parametrize(
-    ("stages", "pinned", "said"),
+    ("stages", "pinned", "result"),
     [
         (2, [3, 3], r"parallel.split=\[3, 3\] cuts between layers 2 and 3, a pair that parallel.tp cuts by column and"),
         (2, [6, 0], r"parallel.split=\[6, 0\] leaves stage 1 with nothing to do; every stage needs a layer"),
@@ -165,8 +165,8 @@ def test_layers_alone_fill_every_stage(layers: int, stages: int, pairs: bool, sp
         (4, None, r"model.layers=6, cut in pairs by parallel.tp, cannot be cut into 4 stages .* 3 would work"),
     ],
 )
-def test_invalid_splits_of_layers(stages: int, pinned: list[int] | None, said: str) -> None:
-    with pytest.raises(JobError, match=said):
+def test_invalid_splits_of_layers(stages: int, pinned: list[int] | None, result: str) -> None:
+    with pytest.raises(JobError, match=result):
         split_layers([1.0] * 6, stages, pinned, pairs=True)
 
 

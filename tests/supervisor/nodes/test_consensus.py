@@ -68,8 +68,8 @@ class World:
         for letter in self.mail:
             (arrived if letter[1] == node and letter[0] <= self.now else under_way).append(letter)
         self.mail = under_way
-        for _, _, said, decision in arrived:
-            self.nodes[node].receive(Report.from_json(said), self.clock(node))
+        for _, _, result, decision in arrived:
+            self.nodes[node].receive(Report.from_json(result), self.clock(node))
             if decision is not None:
                 self.nodes[node].adopt(decision, self.clock(node))
 
@@ -89,10 +89,10 @@ class World:
                 number, node, assignments, given={"incarnations": {**incarnations, str(node): consensus.incarnation}}
             )
             consensus.adopt(self.disk.setdefault(number, decision), now)
-        said = _through_json(consensus.update(now).to_json())
+        result = _through_json(consensus.update(now).to_json())
         for other in range(self.size):
             if other != node and self.links.get(frozenset({node, other}), True):
-                self.mail.append((self.now + self.chance.choice((0.0, 0.0, 0.3)), other, said, consensus.decision))
+                self.mail.append((self.now + self.chance.choice((0.0, 0.0, 0.3)), other, result, consensus.decision))
         decided = consensus.decision
         if (
             decided

@@ -38,14 +38,14 @@ class Cluster:
             command = [sys.executable, "-m", "weft", "train", "job.yaml", "--nproc", "1"]
             self.nodes[node] = self.hosts.start(node, command, env, cwd=self.folder, stdout=file, stderr=file)
 
-    def said(self) -> str:
+    def result(self) -> str:
         return "\n".join(p.read_text(encoding="utf-8") for p in sorted(self.folder.glob("said-*.txt")))
 
     def trains_in(self, nodes: set[int], after: int) -> int:
         """Wait until these nodes commit steps together, in an attempt after that one. Returns its number."""
 
         def so() -> bool:
-            assert all(p.poll() is None for n, p in self.nodes.items() if n in nodes), self.said()
+            assert all(p.poll() is None for n, p in self.nodes.items() if n in nodes), self.result()
             newest = self.claims.newest()
             decision = self.claims.read(newest)
             if newest <= after or decision is None or decision.nodes != nodes:
@@ -56,7 +56,7 @@ class Cluster:
         try:
             until(so)
         except AssertionError:
-            pytest.fail(f"{self.claims.newest()} {step_of(self.run)}\n{self.said()[-6000:]}")
+            pytest.fail(f"{self.claims.newest()} {step_of(self.run)}\n{self.result()[-6000:]}")
         return self.claims.newest()
 
     def listening(self, node: int) -> list[str]:
@@ -126,12 +126,12 @@ def test_run_survives_lost_ranks_nodes_and_links(cluster: Cluster) -> None:
 
     cluster.hosts.cut(2)
     attempt = cluster.trains_in({0, 1}, after=attempt)
-    until(lambda: "the others continued without it" in cluster.said())
+    until(lambda: "the others continued without it" in cluster.result())
     cluster.hosts.join(2)
     attempt = cluster.trains_in({0, 1, 2}, after=attempt)
 
     cluster.nodes[1].send_signal(signal.SIGTERM)
-    assert [cluster.nodes[n].wait(DEADLINE_S) for n in range(3)] == [Exit.PREEMPTED] * 3, cluster.said()
+    assert [cluster.nodes[n].wait(DEADLINE_S) for n in range(3)] == [Exit.PREEMPTED] * 3, cluster.result()
     _check_metrics(cluster.run)
     recovered = [e["how"] for e in read_jsonl(cluster.run.events) if e["event"] == "recovered"]
     assert {"shrink", "grow"} <= set(recovered)
@@ -139,12 +139,12 @@ def test_run_survives_lost_ranks_nodes_and_links(cluster: Cluster) -> None:
 
 def _check_metrics(run: RunDir) -> None:
     """Every step was committed, repeated steps have the same loss, and every sample was read once."""
-    told = losses(run)
-    last = max(told)
-    assert sorted(told) == list(range(1, last + 1))
-    again = {step: values for step, values in told.items() if len(values) > 1}
+    output = losses(run)
+    last = max(output)
+    assert sorted(output) == list(range(1, last + 1))
+    again = {step: values for step, values in output.items() if len(values) > 1}
     assert all(math.isclose(a, b, rel_tol=1e-3) for values in again.values() for a, b in pairwise(values))
-    assert told[last][-1] < told[1][0]
+    assert output[last][-1] < output[1][0]
     starts = [e["step"] for e in read_jsonl(run.events) if e["event"] == "start"]
     assert starts[0] == 0
     assert all(starts[1:])  # nothing was begun anew: what a lost node had was in its neighbour's memory

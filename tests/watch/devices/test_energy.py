@@ -173,13 +173,13 @@ def test_the_account_marks_estimates() -> None:
 
 
 def test_new_errors_of_a_gpu_are_reported_once(nvml: FakeNvml, gpu: NvmlDevice) -> None:
-    said: list[tuple[str, str]] = []
-    health = GpuHealth(gpu, lambda kind, text: said.append((kind, text)))
+    result: list[tuple[str, str]] = []
+    health = GpuHealth(gpu, lambda kind, text: result.append((kind, text)))
 
     def look() -> list[tuple[str, str]]:
-        said.clear()
+        result.clear()
         health.look(gpu.sample())
-        return list(said)
+        return list(result)
 
     nvml.ecc = {0: 4, 1: 1}  # errors from before the run
     assert look() == []

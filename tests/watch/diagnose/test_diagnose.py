@@ -192,13 +192,13 @@ def test_failed_runs(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, in_process: Callable[..., Output]) -> None:
     write(tmp_path / "runs" / "sample", memory={"recompute": "full"})
-    said = in_process(tmp_path, "diagnose", "sample")
-    assert said.code == 0 and "unneeded recompute, 2" in said.out and "Try: memory.recompute=none." in said.out
-    said = in_process(tmp_path, "diagnose", "sample", "--json")
-    answer = json.loads(said.out)
+    result = in_process(tmp_path, "diagnose", "sample")
+    assert result.code == 0 and "unneeded recompute, 2" in result.out and "Try: memory.recompute=none." in result.out
+    result = in_process(tmp_path, "diagnose", "sample", "--json")
+    answer = json.loads(result.out)
     assert set(answer) == {"findings"} and [set(f) for f in answer["findings"]] == [KEYS]
-    said = in_process(tmp_path, "diagnose", "smple")
-    assert said.code == 2 and "did you mean sample?" in said.err
+    result = in_process(tmp_path, "diagnose", "smple")
+    assert result.code == 2 and "did you mean sample?" in result.err
 
 
 GARBAGE = (

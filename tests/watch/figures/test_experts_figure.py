@@ -9,8 +9,8 @@ from weft.watch.report import write_report
 
 
 def record(step: int, counts: list[list[int]]) -> dict[str, Any]:
-    told = {"counts": counts, "blocks": [1, 2], "max_over_mean": 1.5, "dropped": 3, "dropped_share": 0.25}
-    return {"step": step, "loss": 1.0, "experts": told}
+    output = {"counts": counts, "blocks": [1, 2], "max_over_mean": 1.5, "dropped": 3, "dropped_share": 0.25}
+    return {"step": step, "loss": 1.0, "experts": output}
 
 
 def test_rows_are_experts_and_columns_steps() -> None:

@@ -21,12 +21,12 @@ def line(name: str, ranks: int, microbatches: int, send: float, noise: random.Ra
     """A time line in the format of pipeline.json; with noise and messages, like a measured one."""
     schedule = make_schedule(name, ranks, microbatches)
     wide = [0.01 * (1 + (noise.random() * 0.2 if noise else 0)) for _ in range(schedule.stages)]
-    told = simulate(schedule, Costs(tuple(wide), tuple(2 * w for w in wide), send=send))
-    spans = [[s.rank, s.kind, s.stage, s.microbatch, s.start, s.end] for s in told.spans]
+    output = simulate(schedule, Costs(tuple(wide), tuple(2 * w for w in wide), send=send))
+    spans = [[s.rank, s.kind, s.stage, s.microbatch, s.start, s.end] for s in output.spans]
     if noise:
         spans += [[r, "send", s, m, e, e + send] for r, k, s, m, _, e in spans if k == "F" and s < schedule.stages - 1]
         spans += [[r, "recv", s, m, b - send, b] for r, k, s, m, b, _ in spans if k == "F" and s > 0]
-    return {"spans": spans, "length": told.length, "bubble": told.bubble}
+    return {"spans": spans, "length": output.length, "bubble": output.bubble}
 
 
 def recorded(name: str = "1f1b", ranks: int = 4, microbatches: int = 8) -> dict[str, Any]:

@@ -19,7 +19,15 @@ from weft.planner.advice.tune import token_budget, tune
 from weft.planner.advice.why_not import why_not
 from weft.planner.calibration import Calibration
 from weft.planner.describe import describe_plan, draw_schedule
-from weft.planner.make_plan import PlanStart, check_fits, complete_plan, pick_layout, runs_here, start_plan
+from weft.planner.make_plan import (
+    PlanStart,
+    check_fits,
+    complete_plan,
+    or_smaller_states,
+    pick_layout,
+    runs_here,
+    start_plan,
+)
 from weft.planner.memory.explain import explain_memory
 from weft.planner.number_format import gib, gib_difference
 from weft.planner.own_calibration import own_calibration
@@ -151,7 +159,7 @@ def _fit_error(made: Survey) -> FitError:
     return FitError(
         f"no layout fits: the smallest, {made.plan.layout()}, needs {gib(need)} GiB a rank, but "
         f"{made.plan.device_name} has {gib(float(found.estimator.cluster.memory_gib))} ({gib(limit)} of them usable), "
-        f"so {gib(gib_difference(need, limit))} are missing"
+        f"so {gib(gib_difference(need, limit))} are missing{or_smaller_states(made.job, made.plan.world)}"
     )
 
 

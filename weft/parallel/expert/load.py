@@ -104,7 +104,7 @@ class ExpertLoad:
         for index, part in self.parts.items():
             e = part.options
             load = table[self.blocks.index(index), : e.count]
-            if part.bias is not None:  # Wang et al. 2024, algorithm 1
+            if part.bias is not None and part.router.weight.requires_grad:  # Wang et al. 2024, algorithm 1
                 part.bias.add_(torch.sign(load.mean() - load) * taken, alpha=e.bias_rate)
             if part.past is not None:
                 new = (load / load.mean().clamp(min=1)).to(part.past.dtype)

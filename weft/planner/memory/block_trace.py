@@ -40,7 +40,7 @@ class BlockBytes(NamedTuple):
 def block_bytes(m: Model, z: Sizes, mix: Mixture | None = None) -> BlockBytes:
     """One block of a transformer; with experts where `mix` is given."""
     x = z.rows * z.dim * z.c
-    tape = LiveBytes()
+    tape = LiveBytes(frozen=m.lora is not None)
     tape.take(x=x)
     _block_forward(tape, m, z, mix)
     kept, forward = tape.live - x, tape.peak - x
@@ -48,7 +48,7 @@ def block_bytes(m: Model, z: Sizes, mix: Mixture | None = None) -> BlockBytes:
     start = tape.peak = tape.live
     _block_backward(tape, m, z, mix)
     none = PassBytes(kept, forward, tape.peak - start, start - tape.at_expert_gradients)
-    again = LiveBytes()
+    again = LiveBytes(frozen=m.lora is not None)
     again.take(x=x, dy=x)
     _block_forward(again, m, z, mix)
     again.drop("out")
@@ -185,7 +185,7 @@ def _block_backward(t: LiveBytes, m: Model, z: Sizes, mix: Mixture | None) -> No
 def head_bytes(m: Model, z: Sizes, vocab: Size, targets: Size, device: str) -> tuple[PassBytes, Size]:
     """The last norm and the loss in chunks of logits; also the bytes of the head's gradient, made in forward. On a GPU
     one kernel turns a whole vocabulary's logits into their gradient; otherwise both have copies in fp32."""
-    tape = LiveBytes()
+    tape = LiveBytes(frozen=m.lora is not None)
     x = z.rows * z.dim * z.c
     tape.take(x=x)
     norm(tape, m, z, "n", z.rows, z.dim)
@@ -195,7 +195,7 @@ def head_bytes(m: Model, z: Sizes, vocab: Size, targets: Size, device: str) -> t
     chunk = LOGITS_BYTES[device] // (FP32_BYTES if device == "cpu" else z.c)
     chunks = np.maximum(1.0, np.ceil(targets / np.maximum(1.0, chunk // np.maximum(1.0, vocab))))
     rows = np.ceil(targets / chunks)
-    one, weight = rows * vocab, vocab * z.dim
+    one, weight = rows * vocab, vocab * z.dim * (m.lora is None)
     alone = chunks == 1  # the product is the gradient, and no fp32 sum is made
     tape.take(dx=targets * z.dim * z.c, dw=np.where(alone, 0.0, weight * FP32_BYTES))
     mixed = z.c < FP32_BYTES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.job.schema import Job
 from weft.planner.memory.engine_memory import EngineMemory, Place
 from weft.planner.memory.layout_group import GIB
-from weft.planner.model.counts import count_parameters
+from weft.planner.model.counts import count_parameters, count_trained
 from weft.planner.number_format import human_count
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts
@@ -53,10 +53,16 @@ def _terms(job: Job, plan: Plan, memory: EngineMemory, index: int) -> dict[str, 
         "weights of the blocks being gathered": shards > 1, "gradients being reduced": shards > 1,
         "messages between stages": plan.pp > 1, "residuals of compression": plan.compression != "none",
     }  # fmt: skip
+    parameters = f"{held}{cut} × (4 B (fp32 master){copies}{average}){stay}"
+    optimizer = f"{job.optim.name}: {human_count(facts['held'])} × {state:.3g} B"
+    if job.model.lora is not None:
+        trained = f"{human_count(count_trained(job.model))} in adapters"
+        parameters = f"{held}{cut}, frozen × {width} B, and {trained} × (4 B (fp32 master){copies}{average}){stay}"
+        gradients, optimizer = f"of {trained}", f"{job.optim.name}, of {trained}"
     return {
-        "parameters": f"{held}{cut} × (4 B (fp32 master){copies}{average}){stay}",
+        "parameters": parameters,
         "gradients": gradients,
-        "optimizer": f"{job.optim.name}: {human_count(facts['held'])} × {state:.3g} B",
+        "optimizer": optimizer,
         "activations": f"{blocks}{plan.recompute}){flight}, and the step's data",
         "communication": ", ".join(words for words, used in moved.items() if used) or "none",
         "temporary": "tensors of the operator that runs at the peak, such as the logits of the loss",

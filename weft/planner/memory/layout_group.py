@@ -9,13 +9,19 @@ from typing import Any
 import numpy as np
 
 from weft.hardware.probe import probe
+from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job
 from weft.job.shapes import PATCH_DIM
-from weft.planner.engine_constants import LONG_SEQUENCE_CHUNK, PREFETCHED_MESSAGES
+from weft.planner.engine_constants import (
+    CODED_ELEMENTS,
+    LONG_SEQUENCE_CHUNK,
+    PREFETCHED_MESSAGES,
+    STREAMED_PIECE_ELEMENTS,
+)
 from weft.planner.memory.live_bytes import FP32_BYTES, PassBytes
 from weft.planner.memory.peak_walk import Walk
 from weft.planner.memory.stage_blocks import V_SHAPED, BlockCounts
-from weft.planner.memory.states import UnitSizes
+from weft.planner.memory.states import UnitSizes, low_half_bytes
 from weft.planner.memory.step_trace import Regime, Stage, StepTrace, Unit
 from weft.planner.memory.unit_passes import Passes, PassTables
 from weft.planner.model.facts import Size
@@ -28,8 +34,8 @@ from weft.planner.time.compression import residual_bytes
 GIB = 2**30
 HOST_SHARE = 0.7
 """Share of a host's memory for offloaded states and activations."""
-LOW_HALF_BYTES = 2
-"""Of a split master weight, besides its compute weight."""
+CODING_BYTES = 64
+"""Temporary bytes for each element of a state while it is encoded."""
 RUNTIME_BYTES = {"cpu": 0.35 * GIB, "cuda": 0.0}
 """torch itself, resident on a CPU rank. The context of a GPU is not part of what its allocator counts."""
 WORKSPACE_BYTES = 0.3 * GIB
@@ -174,18 +180,27 @@ class LayoutGroup:
         bytes_ = self.states(held)
         here = 1.0 - self.plan.host_share - self.plan.disk_share
         """Share of the states that live on the device."""
-        masters = LOW_HALF_BYTES * held.whole * here if self.plan.split_master else bytes_["parameters"]
+        masters = (
+            low_half_bytes(self.plan.states) * held.trained_whole * here
+            if self.plan.split_master
+            else bytes_["parameters"]
+        )
         optimizer = np.where(layouts.offload == OFFLOADS.index("optimizer"), 0.0, bytes_["optimizer"])
         optimizer = optimizer * here + self.plan.stream_gib * GIB
         if self.plan.alone:  # the last shared weights, and DiLoCo's momentum
             outer = 2 if self.plan.sync == "diloco" else int(job.train.sync.quantize != "none")
-            optimizer = optimizer + outer * FP32_BYTES * held.held
+            optimizer = optimizer + outer * FP32_BYTES * held.trained_held
         width = self.compute_bytes if self.flags["alone"] else FP32_BYTES
         out = {
-            "parameters": masters + bytes_["copies"] + bytes_["average"] * here, "optimizer": optimizer,
+            "parameters": masters + bytes_["frozen"] + bytes_["copies"] + bytes_["average"] * here,
+            "optimizer": optimizer,
             "communication": residual_bytes(layouts) * held.compressed, "gradients": bytes_["gradients"],
             "update": np.maximum(held.scratch, (width if self.flags["tp"] else 0) * held.partial),
         }  # fmt: skip
+        if self.plan.states != "exact":  # a piece's states are decoded, updated and encoded
+            piece = np.minimum(held.held, STREAMED_PIECE_ELEMENTS)
+            moments = OPTIMIZERS[job.optim.name].state_per_parameter(job.optim)
+            out["update"] += FP32_BYTES * moments * piece + CODING_BYTES * np.minimum(piece, CODED_ELEMENTS)
         u, none = self.units_here(), UnitSizes.none(len(layouts))
         kinds = (
             {"dense": u["column"], "root": none} if job.model.is_stack else {"dense": u["dense"], "root": self._ends(u)}
@@ -195,22 +210,26 @@ class LayoutGroup:
             kinds |= {"routed": u["routed"] if apart else u["routed"] + u["experts"]}
             kinds |= {"experts": u["experts"]} if apart else {}
         return out | {
-            f"{kind} {row}": getattr(sizes, row) for kind, sizes in kinds.items() for row in ("gathered", "padded")
+            f"{kind} {row}": getattr(sizes, row)
+            for kind, sizes in kinds.items()
+            for row in ("gathered", "trained_gathered", "trained_padded")
         }
 
     def states(self, held: UnitSizes) -> dict[str, Size]:
         """Bytes that a rank keeps between steps: exact, to the padding of shards."""
         sharded, fp32 = self.flags["zero"] > 0, self.flags["fp32"]
         if sharded:
-            gradients = FP32_BYTES * held.padded
+            gradients = FP32_BYTES * held.trained_padded
         elif self.flags["alone"]:
-            gradients = 2 * held.whole
+            gradients = 2 * held.trained_whole
         else:
-            gradients = FP32_BYTES * (held.aligned if self.flags["buckets"] else held.whole)
+            gradients = FP32_BYTES * (held.aligned if self.flags["buckets"] else held.trained_whole)
         return {
-            "parameters": FP32_BYTES * (held.padded if sharded else held.whole),
-            "copies": (0 if sharded or fp32 else 2) * held.whole, "gradients": gradients, "optimizer": held.optimizer,
-            "average": FP32_BYTES * held.held * bool(self.job.train.ema),
+            "parameters": FP32_BYTES * (held.trained_padded if sharded else held.trained_whole),
+            "frozen": self.compute_bytes
+            * (held.padded - held.trained_padded if sharded else held.whole - held.trained_whole),
+            "copies": (0 if sharded or fp32 else 2) * held.trained_whole, "gradients": gradients,
+            "optimizer": held.optimizer, "average": FP32_BYTES * held.trained_held * bool(self.job.train.ema),
         }  # fmt: skip
 
     def stage(self, passes: Passes, states: dict[str, Size]) -> Stage:
@@ -237,7 +256,7 @@ class LayoutGroup:
         if np.any(layouts.offload == OFFLOADS.index("activations")):
             kinds = self._offloaded(kinds)
         stages = layouts.virtual_stages if flags["piped"] else 1
-        head_grad = passes.head_grad * self.ends
+        head_grad = passes.head_grad * self.ends * (self.job.model.lora is None)
         return Stage(
             tuple(kinds), _unit(states, "root", self.compute_bytes, NO_PASSES), _scaled(passes.begin, self.begins),
             _scaled(passes.end, self.ends), head_grad, head_grad * self.tied, passes.hidden,
@@ -280,8 +299,11 @@ class LayoutGroup:
 def _unit(
     states: dict[str, Size], kind: str, compute_bytes: int, passes: PassBytes, experts: Unit | None = None
 ) -> Unit:
-    elements = states[f"{kind} gathered"]
-    return Unit(elements * compute_bytes, elements, states[f"{kind} padded"], passes, experts)
+    trained = states[f"{kind} trained_gathered"]
+    return Unit(
+        states[f"{kind} gathered"] * compute_bytes, trained * compute_bytes, trained, states[f"{kind} trained_padded"],
+        passes, experts,
+    )  # fmt: skip
 
 
 def _scaled(passes: PassBytes, mask: Size) -> PassBytes:

@@ -22,6 +22,8 @@ class LiveBytes:
     held: dict[str, Size] = field(default_factory=dict)
     live: Size = 0.0
     peak: Size = 0.0
+    frozen: bool = False
+    """Whether the weights are frozen, and have no gradients."""
     at_expert_gradients: Size = 0.0
     """Live bytes when the experts' gradients are complete."""
 
@@ -43,6 +45,8 @@ class LiveBytes:
 
     def weight_gradient(self, size: Size, retained: bool) -> None:
         """The gradient of a weight: consumed at once, or kept until its unit is done."""
+        if self.frozen:
+            return
         if retained:
             self.take(weights=size)
         else:

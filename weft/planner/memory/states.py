@@ -11,13 +11,30 @@ import numpy as np
 
 from weft.job.optim import OPTIMIZERS, WeightShard
 from weft.job.schema import Job
-from weft.planner.engine_constants import GRADIENT_ALIGNMENT
+from weft.planner.engine_constants import GRADIENT_ALIGNMENT, MIN_CODED_COLUMNS, QUANTIZATION_BLOCK
 from weft.planner.memory.live_bytes import FP32_BYTES
 from weft.planner.model.facts import Size
 from weft.planner.model.parameters import unit_weights
 from weft.planner.model.weight_table import Weight
 from weft.planner.search.candidates import Layouts
 from weft.planner.time.compression import compresses
+
+LOW_HALF_BYTES = {"24bit-master": 1}
+"""Of a split master weight, besides its compute weight, by memory.states; else 2."""
+
+
+def low_half_bytes(states: str) -> int:
+    """Bytes of the low half of a split master weight."""
+    return LOW_HALF_BYTES.get(states, 2)
+
+
+def stored_bytes(states: str, numbers: Size, held: Size, shape: tuple[int, ...]) -> Size:
+    """Bytes of an optimizer's numbers for a weight: moments of its own shape are stored as memory.states sets."""
+    if states == "exact" or len(shape) < 2 or shape[-1] < MIN_CODED_COLUMNS:
+        return FP32_BYTES * numbers
+    coded = np.floor(numbers / np.maximum(held, 1)) * held
+    scales = FP32_BYTES * -(-shape[-1] // QUANTIZATION_BLOCK) / shape[-1]
+    return FP32_BYTES * (numbers - coded) + (2 if states == "bf16" else 1 + scales) * coded
 
 
 def _row(index: int, doc: str) -> Any:
@@ -42,6 +59,10 @@ class UnitSizes:
     partial = _row(5, "Of the shard, weights whose gradients are summed over tp after the backward pass.")
     optimizer = _row(6, "Bytes of optimizer state.")
     compressed = _row(7, "Before sharding, weights whose gradients are compressed where the job compresses.")
+    trained_whole = _row(8, "As whole, of weights that are trained.")
+    trained_padded = _row(9, "As padded, of weights that are trained.")
+    trained_held = _row(10, "As held, of weights that are trained.")
+    trained_gathered = _row(11, "As gathered, of weights that are trained.")
 
     def __add__(self, other: UnitSizes) -> UnitSizes:
         return UnitSizes(self.sums + other.sums, np.maximum(self.scratch, other.scratch))
@@ -57,13 +78,13 @@ class UnitSizes:
     def without_states(self) -> UnitSizes:
         """The same for a copy of weights that the optimizer does not update."""
         sums = self.sums.copy()
-        sums[6] = 0.0
+        sums[[6, 10]] = 0.0  # optimizer, trained_held
         return UnitSizes(sums, 0.0 * self.scratch)
 
     @classmethod
     def none(cls, layouts: int) -> UnitSizes:
         """Nothing, for a number of layouts."""
-        return cls(np.zeros((8, layouts)), np.zeros(layouts))
+        return cls(np.zeros((12, layouts)), np.zeros(layouts))
 
 
 def unit_sizes(job: Job, layouts: Layouts, tp_rank: Size = 0, shard: Size = 0) -> dict[str, UnitSizes]:
@@ -115,10 +136,15 @@ def _sizes(
     )
     shards = [WeightShard(w.shape, own_held, bool(w.unit)) for w, own_held in zip(weights, held, strict=True)]
     entries = [OPTIMIZERS[job.optim.name].of(shard) for shard in shards]
-    state, scratch = (
-        FP32_BYTES
-        * np.stack([ask(entry, shard) + 0.0 * shard.held for entry, shard in zip(entries, shards, strict=True)])
+    pairs = list(zip(entries, shards, strict=True))
+    numbers, scratch = (
+        np.stack([ask(entry, shard) + 0.0 * shard.held for entry, shard in pairs])
         for ask in (lambda entry, shard: entry.state(job.optim, shard), lambda entry, shard: entry.scratch(shard))
     )
-    sums = np.stack([whole, padded, held, gathered, aligned, partial, state, whole * sent]).sum(1)
-    return UnitSizes(sums, scratch.max(0))
+    state = np.stack(
+        [stored_bytes(job.memory.states, n, s.held, s.shape) for n, s in zip(numbers, shards, strict=True)]
+    )
+    trained = column(w.trained for w in weights)
+    gradients = [trained * rows for rows in (aligned, partial, state, whole * sent, whole, padded, held, gathered)]
+    sums = np.stack([whole, padded, held, gathered, *gradients]).sum(1)
+    return UnitSizes(sums, FP32_BYTES * (trained * scratch).max(0))

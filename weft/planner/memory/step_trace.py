@@ -23,9 +23,12 @@ class Unit:
 
     gathered: Size
     """Bytes of its weights in the compute dtype, before sharding, with padding."""
+    gradient: Size
+    """Bytes of their gradients in that dtype."""
     elements: Size
+    """Elements of the weights that are trained, before sharding, with padding."""
     shard: Size
-    """Elements of this rank's shard, with padding."""
+    """Elements of this rank's shard of them, with padding."""
     passes: PassBytes
     experts: Unit | None = None
     """Experts that are gathered as a unit of their own."""
@@ -182,7 +185,7 @@ class StepTrace:
         """Bytes of gradients after the first microbatch, beyond those of the replicas' buckets."""
         parts = [(part, count) for unit, count in (*self.s.blocks, (self.s.root, 1.0)) for part in unit.parts]
         if not self.r.sharded:
-            return sum(part.gathered * count for part, count in parts) * (not self.r.buckets)
+            return sum(part.gradient * count for part, count in parts) * (not self.r.buckets)
         return FP32_BYTES * sum((p.elements if self.r.whole_gradients else p.shard) * count for p, count in parts)
 
     def _gather_all(self) -> None:
@@ -301,7 +304,7 @@ class StepTrace:
             if first:
                 w.free(s.head_grad, "gradients")
         elif r.sharded:
-            w.add(s.root.gathered - s.head_grad, "gradients")
+            w.add(s.root.gradient - s.head_grad, "gradients")
         self._unit_gradients(s.root, first, last, made=True)
         w.free(s.per_microbatch + s.received, "activations")
         if r.sharded:
@@ -320,7 +323,7 @@ class StepTrace:
         w, r = self.w, self.r
         full, shard = unit.elements * FP32_BYTES, unit.shard * FP32_BYTES
         if not r.sharded:
-            size = unit.gathered - (self.s.head_grad - self.s.tied_grad if made else 0.0)
+            size = unit.gradient - (self.s.head_grad - self.s.tied_grad if made else 0.0)
             w.add(size, "gradients")
             self._keep(size, first)
             return
@@ -330,16 +333,16 @@ class StepTrace:
             self._reduce(full, shard, unit, last, freed=full)
             return
         if not made:
-            w.add(unit.gathered, "gradients")
+            w.add(unit.gradient, "gradients")
         if r.whole_gradients:
             if first:
                 w.add(full * (1 - last), "gradients")
-            w.free(unit.gathered * (1 - last), "gradients")
-            self._reduce(full, shard, unit, last, freed=unit.gathered + (0.0 if first else full))
+            w.free(unit.gradient * (1 - last), "gradients")
+            self._reduce(full, shard, unit, last, freed=unit.gradient + (0.0 if first else full))
             return
         if r.gathers_again:
             w.free(unit.gathered, "communication")
-        self._reduce(full, shard, unit, 1.0, freed=unit.gathered, fresh=first)
+        self._reduce(full, shard, unit, 1.0, freed=unit.gradient, fresh=first)
 
     def _reduce(self, full: Size, shard: Size, unit: Unit, now: Size, freed: Size, fresh: bool = True) -> None:
         """Reduce-scatter a unit's gradients where `now` is 1: copied to a buffer, then added to the shard's."""

@@ -13,7 +13,8 @@ from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job
 from weft.planner.engine_constants import STREAM_SLOTS, STREAMED_PIECE_ELEMENTS
 from weft.planner.memory.engine_memory import EngineMemory, Place
-from weft.planner.memory.layout_group import GIB, LOW_HALF_BYTES, host_gib
+from weft.planner.memory.layout_group import GIB, host_gib
+from weft.planner.memory.states import low_half_bytes, stored_bytes
 from weft.planner.model.counts import count_parameters
 from weft.planner.model.parameters import unit_weights
 from weft.planner.plan import Plan
@@ -45,13 +46,13 @@ def tier_settings(job: Job, plan: Plan, world: int) -> dict[str, Any]:
     memory = job.memory
     offloads = memory.offload in ("states", "all")
     split = can_split(job, plan.precision, world) and (
-        memory.split_master is True or (memory.split_master == "auto" and offloads)
+        memory.split_master is True or memory.states == "24bit-master" or (memory.split_master == "auto" and offloads)
     )
     if not offloads:
-        return {"split_master": split}
+        return {"split_master": split, "states": memory.states}
     share = _most(job, plan, split, world) if memory.offload_fraction == "auto" else memory.offload_fraction
     return {
-        "split_master": split, "host_share": share, "disk": memory.disk or "",
+        "split_master": split, "states": memory.states, "host_share": share, "disk": memory.disk or "",
         "stream_gib": share and STREAM_SLOTS * _piece_bytes(job, split, world) / GIB,
     }  # fmt: skip
 
@@ -79,8 +80,10 @@ def _disk_budget(job: Job, plan: Plan, world: int) -> float:
 
 def state_bytes_per_parameter(job: Job, split: bool) -> float:
     """Bytes of the states of one parameter: moments, low half, moving average."""
-    moments = 4 * OPTIMIZERS[job.optim.name].state_per_parameter(job.optim)
-    return moments + (LOW_HALF_BYTES if split else 0) + (4 if job.train.ema else 0)
+    numbers = OPTIMIZERS[job.optim.name].state_per_parameter(job.optim)
+    side = 4096
+    moments = float(stored_bytes(job.memory.states, numbers * side * side, side * side, (side, side))) / side**2
+    return moments + (low_half_bytes(job.memory.states) if split else 0) + (4 if job.train.ema else 0)
 
 
 def _piece_bytes(job: Job, split: bool, world: int) -> float:
@@ -103,8 +106,8 @@ def place_states(job: Job, plan: Plan, limit_gib: float, spare: bool, reasons: l
     layouts, none = Layouts.one(plan), replace(plan, host_share=0.0, disk_share=0.0, stream_gib=0.0)
     engine = EngineMemory(job, none)
     held = {name: float(size[0]) / GIB for name, size in engine.states(layouts, Place(0)).items()}
-    weights = held["copies"] or held["parameters"]
-    low = held["parameters"] / 4 * LOW_HALF_BYTES if plan.split_master else 0.0
+    weights = held["copies"] + held["frozen"]
+    low = held["parameters"] / 4 * low_half_bytes(plan.states) if plan.split_master else 0.0
     states = {"low halves": low, "moments": held["optimizer"], "averages": held["average"]}
     total, resident = sum(states.values()), float(engine.peak(layouts)[0]) / GIB
     share, least = plan.host_share, plan.stream_gib
@@ -116,7 +119,7 @@ def place_states(job: Job, plan: Plan, limit_gib: float, spare: bool, reasons: l
     stream = min(total * share, least + max(0.0, STREAM_SHARE * left)) if share else 0.0
     parked = max(0.0, plan.host_gib - host * total) if plan.offloads_activations else plan.host_gib
     masters = [] if plan.split_master else [("master weights", held["parameters"])]
-    fixed = [("weights", weights)] if held["copies"] else []
+    fixed = [("weights", weights)] if weights else []
     rows = [_row(kind, "device", gib) for kind, gib in (*fixed, *masters, ("gradients", held["gradients"]))]
     for home, part in (("device", 1 - host - disk), ("host", host), ("disk", disk)):
         present = [(kind, gib) for kind, gib in states.items() if gib and part > 1e-9]
@@ -137,7 +140,7 @@ def _shares(job: Job, plan: Plan, total: float, share: float, spare: bool, reaso
     """Shares of the states in host memory and on disk."""
     budget = _host_budget(job, plan.world)
     if share * total <= budget * MARGIN:
-        if share < 1 and job.memory.offload_fraction == "auto" and not spare:
+        if 0 < share < 1 and job.memory.offload_fraction == "auto" and not spare:
             reasons.append(
                 f"{1 - share:.0%} of the states stay on the device: host memory has {budget:.2f} GiB for the rest"
             )

@@ -162,6 +162,7 @@ def _embedding(m: Model, z: Sizes, layouts: Layouts) -> PassBytes:
         table = table + PATCH_DIM * z.dim * z.c
     if learned:
         table = np.maximum(table, (m.max_len or 0) * z.dim * z.c)
+    table = table * (m.lora is None)
     return PassBytes(kept, forward, table + (2 * whole if z.tp and z.sequence else 0))
 
 
@@ -201,7 +202,7 @@ def _compiled_head(job: Job, z: Sizes, vocab: Size) -> PassBytes:
     transposed; the weight's gradient comes when the logits are freed.
     """
     logits = z.tokens * vocab * z.c
-    head = vocab * z.dim
+    head = vocab * z.dim * (job.model.lora is None)
     chunks = np.maximum(1, np.ceil(logits / LOGITS_BYTES["cuda"]))
     loss = logits / chunks + head * (z.c + 4 * (chunks > 1))
     if job.precision == "fp8" and job.fp8.head:

@@ -52,6 +52,12 @@ def count_parameters(model: Model) -> Counts | None:
     )  # fmt: skip
 
 
+def count_trained(model: Model) -> int:
+    """Parameters of a model of Weft's own that are trained: all, or those of its adapters."""
+    weights = weights_of(model, False, 0, model.layers or 0, True, True)
+    return sum(prod(w.shape) for w in weights if w.trained)
+
+
 def _elements(model: Model, first: int, end: int, begins: bool = False, ends: bool = False) -> int:
     return sum(prod(w.shape) for w in weights_of(model, False, first, end, begins, ends))
 
@@ -63,6 +69,8 @@ def flops_per_token(model: Model, seq_len: int) -> float | None:
         return None
     dim, layers, vocab = model.dim or 0, model.layers or 0, 0 if model.is_stack else model.vocab or 0
     matmuls = counts.first * counts.firsts + (counts.block - counts.idle) * counts.blocks + vocab * dim
+    if model.lora is not None:  # frozen weights get no gradient
+        return 4.0 * matmuls + 2.0 * count_trained(model) + layers * _attention(model, seq_len)
     return 6.0 * matmuls + layers * _attention(model, seq_len)
 
 

@@ -208,7 +208,7 @@ def model_facts(job: Job) -> ModelFacts:
         norm_rows=2 if model.norm == "layernorm" and model.bias else 1, qk_norm=_qk_norm_values(model),
         block_norms=4 if model.norm_at == "both" else 2,
         embedding_rows=PATCH_DIM + 1 if vit else model.vocab, head_share=1 / job.data.seq_len if vit else 1.0,
-        head_low=int(job.fp8.head), **extra, **_latent(model),
+        head_low=int(job.fp8.head), frozen=int(model.lora is not None), **extra, **_latent(model),
     )  # fmt: skip
 
 

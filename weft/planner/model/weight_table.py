@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from weft.job.lora import Lora
 from weft.job.model import FAMILIES
 from weft.job.schema import Latent, Model
 from weft.job.shapes import PATCH_DIM
@@ -26,6 +27,8 @@ class Weight:
     """Whole on every rank of tp, but each sees a part of the data: its gradient is summed over tp."""
     experts: bool = False
     """One matrix of every expert: [experts, out, in], of which each rank of ep has some."""
+    trained: bool = True
+    """Whether it has gradients and optimizer states; the weights of a model with adapters have none."""
 
     def on_tp(self, tp: int, rank: int) -> Shape:
         """Its shape on one rank of tp; the last shards may be shorter."""
@@ -42,7 +45,25 @@ def weights_of(model: Model, sequence: bool, first: int, end: int, begins: bool,
     the model. `sequence`: between blocks, tp cuts the sequence."""
     assert model.family is not None
     table = FAMILIES[model.family].weights or (_stack if model.is_stack else _transformer)
-    return table(model, sequence, first, end, begins, ends)
+    weights = table(model, sequence, first, end, begins, ends)
+    return weights if model.lora is None else _with_adapters(weights, model.lora, model.experts is not None)
+
+
+def _with_adapters(weights: Iterable[Weight], lora: Lora, experts: bool) -> Iterator[Weight]:
+    """The weights of a model, frozen, and after that of each adapted layer its adapter's A and B."""
+    for weight in weights:
+        yield replace(weight, trained=False)
+        layer, _, leaf = weight.name.rpartition(".")
+        plain = leaf == "weight" and len(weight.shape) == 2 and weight.unit
+        if not plain or not lora.applies_to(layer.split(".")[-1], experts):
+            continue
+        out, into = weight.shape
+        by_columns, by_rows = weight.cut == 0, weight.cut == 1
+        for name, shape, cut, partial in (
+            ("a", (lora.rank, into), 1 if by_rows else None, by_columns or weight.partial),
+            ("b", (out, lora.rank), 0 if by_columns else None, by_rows or weight.partial),
+        ):
+            yield Weight(f"{layer}.lora.{name}", shape, weight.unit, cut, partial)
 
 
 def _transformer(m: Model, sequence: bool, first: int, end: int, begins: bool, ends: bool) -> Iterator[Weight]:

@@ -64,20 +64,27 @@ def tiers_rule(job: Job, plan: Plan) -> str | None:
             )
     if memory.disk_gib and not memory.disk:
         return f"memory.disk_gib={memory.disk_gib:g} needs the folder that it limits; add memory.disk=FOLDER"
-    if memory.split_master is True and not plan.split_master:
+    if (memory.split_master is True or plan.states == "24bit-master") and not plan.split_master:
         what = f"{plan.world} ranks" if plan.world > 1 else f"precision={plan.precision}"
         what = f"model.module={job.model.module}" if job.model.module else what
+        if plan.states == "24bit-master":
+            return (
+                "memory.states=24bit-master stores fp32 weights of one rank as bf16 and 8 bits, not with "
+                f"{what}; memory.states=8bit would work"
+            )
         return f"memory.split_master=true splits fp32 weights of one rank into bf16 and 16 bits, not with {what}"
     if not plan.tiered:
         return None
+    setting = f"memory.offload={memory.offload}" if offloads else f"memory.states={plan.states}"
+    setting = "memory.split_master=true" if not offloads and plan.states == "exact" else setting
     if plan.sync != "step":
         return (
-            f"memory.offload={memory.offload} updates weights in the next forward pass, and train.sync={plan.sync} "
+            f"{setting} updates weights in the next forward pass, and train.sync={plan.sync} "
             "exchanges them before; train.sync=step would work"
         )
     if plan.ep_rebalance:
         return (
-            f"memory.offload={memory.offload} keeps states where experts cannot move them, as "
+            f"{setting} keeps states where experts cannot move them, as "
             f"parallel.ep_rebalance={plan.ep_rebalance:g} would; ep_rebalance=0 would work"
         )
     return None

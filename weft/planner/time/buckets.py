@@ -8,7 +8,7 @@ from weft.hardware.catalog import Device
 from weft.hardware.linear_fit import fit_line
 from weft.hardware.measured import load_measured
 from weft.job.schema import Job
-from weft.planner.model.counts import count_parameters
+from weft.planner.model.counts import count_parameters, count_trained
 from weft.planner.model.facts import cluster_facts
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
@@ -41,7 +41,8 @@ def bucket_mb(job: Job, plan: Plan, device: Device) -> tuple[float, str]:
     parameters = count_parameters(job.model)
     if parameters is None:
         return Plan.bucket_mb, ""
-    size = 4 * parameters.total / (plan.tp * plan.pp)
+    trained = parameters.total if job.model.lora is None else count_trained(job.model)
+    size = 4 * trained / (plan.tp * plan.pp)
     alpha, beta = all_reduce_cost(job, plan, device)
     best = min(MAX_BUCKET_MB, max(MIN_BUCKET_MB, sqrt(size * alpha / beta) / 2**20))
     rounded = float(f"{best:.2g}")

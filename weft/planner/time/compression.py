@@ -136,10 +136,12 @@ def shard_bytes(
         whole = shard.padded * ways
         if not is_compressed(plan, shard.weight):
             cut["all_gather"] += gathers * whole * width
-            cut["reduce_scatter"] += scatters * whole * 4
-            across["all_reduce"] += shard.padded * 4
+            cut["reduce_scatter"] += scatters * whole * 4 * shard.weight.trained
+            across["all_reduce"] += shard.padded * 4 * shard.weight.trained
             continue
         cut["all_gather"] += round(gathers * whole * min(width, wanted.entry.weight))
+        if not shard.weight.trained:
+            continue
         if thin := _thin(plan, wanted, shard, at):
             for axis in (cut, across):
                 axis["all_reduce"] += scatters * thin

@@ -76,16 +76,16 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
                 _shards(plain, routed, held, out["ep_shard"], rest, out["dp_replicate"], at)
         else:
             if (copies := plan.dp_replicate * plan.cp) > 1:
-                out[joint].update(replica_bytes(plan, others, copies, at))
+                out[joint].update(replica_bytes(plan, [p for p in others if p.weight.trained], copies, at))
             if plan.dp_replicate * rest > 1:
                 out["expert_replicate"]["all_reduce"] += FP32_BYTES * sum(
-                    -(-p.whole // GRADIENT_ALIGNMENT) * GRADIENT_ALIGNMENT for p in routed
+                    -(-p.whole // GRADIENT_ALIGNMENT) * GRADIENT_ALIGNMENT for p in routed if p.weight.trained
                 )
         if plan.tp > 1:
             add = _mlp_tp if job.model.is_stack else _transformer_tp
             add(job, plan, stage, out["tp"])
             out["tp"]["all_reduce"] += FP32_BYTES * sum(
-                p.held for p in shards if p.weight.cut is None and not _on_ep(p, plan)
+                p.held for p in shards if p.weight.trained and p.weight.cut is None and not _on_ep(p, plan)
             )
         expert_bytes(job, plan, stage, out)
         if schedule is not None:
@@ -142,6 +142,9 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
         tp["reduce_scatter"] += times * one * (enters + leaves + again[1])
     else:
         tp["all_reduce"] += times * one * (enters + leaves + again[1])
+    if begins and model.lora is not None:  # what a frozen embedding gives has no gradient
+        for kind in ("all_gather", "reduce_scatter") if plan.sequence else ("all_reduce",):
+            tp[kind] -= times * one
     if ends:  # for each target: the largest logit, and three sums over the vocabulary
         targets = plan.microbatch * (1 if model.is_classifier else job.data.seq_len // plan.cp)
         tp["all_reduce"] += times * targets * 4 * FP32_BYTES
@@ -171,7 +174,7 @@ def _tied(job: Job, plan: Plan, schedule: Schedule, coords: dict[str, int], pp: 
     """The first and the last stage swap the gradients of an embedding that is also the head."""
     ends = {0: "embed.weight", schedule.stages - 1: "head.weight"}
     first, last = schedule.rank_of[0], schedule.rank_of[-1]
-    if not job.model.tied or job.model.is_stack or first == last:
+    if not job.model.tied or job.model.lora is not None or job.model.is_stack or first == last:
         return
     for stage, name in ends.items():
         if schedule.rank_of[stage] == coords["pp"]:
@@ -198,6 +201,8 @@ def _optimizer_traffic(job: Job, plan: Plan, coords: dict[str, int], out: dict[s
     """What the optimizer sums over the axes that shard a weight, and sends along those that do not."""
     for stage in stages_of(plan, coords["pp"]):
         for shard in param_shards(job.model, plan, stage, coords):
+            if not shard.weight.trained:
+                continue
             entry = OPTIMIZERS[job.optim.name].of(shard.for_optimizer)
             copies = replica_axes(plan, shard.weight)
             for axis in copies:
@@ -222,13 +227,14 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
             name, size = shard.weight.name, prod(shard.weight.on_tp(plan.tp, coords["tp"]))
             if shard.weight.experts and model.experts is not None:  # each token meets a few; load is taken as even
                 each = prod(shard.weight.shape[1:]) * model.experts.top_k
-                total += (8.0 if plan.recompute == "full" else 6.0) * samples * seq * each / plan.cp / plan.tp
+                passes = (3.0 if shard.weight.trained else 2.0) + (1.0 if plan.recompute == "full" else 0.0)
+                total += 2.0 * passes * samples * seq * each / plan.cp / plan.tp
                 continue
             if len(shard.weight.shape) != 2 or name == "positions.weight":
                 continue
             if name == "embed.weight" and not model.is_classifier:
                 if model.tied and ends:
-                    total += 6.0 * samples * seq * size
+                    total += (6.0 if shard.weight.trained else 4.0) * samples * seq * size
                 continue
             passes = 3.0
             if not shard.weight.unit:
@@ -241,12 +247,15 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
                     tokens //= plan.tp
                 if model.is_stack:
                     passes = 2.0 if begins and shard.weight.unit == "layers.0" else 3.0
+            passes -= 0.0 if shard.weight.trained else 1.0
             total += 2.0 * passes * tokens * size / plan.cp
         if not model.is_stack:
             scores = 4.0 * samples * seq * seq * (model.heads or 0) * (model.head_dim or 0) / plan.tp / plan.cp
             passes = 4.0 if plan.recompute == "full" else 3.0
             total += passes * (end - first) * scores / (2.0 if model.causal else 1.0)
         for shard in param_shards(model, plan, stage, coords):
+            if not shard.weight.trained:
+                continue
             entry = OPTIMIZERS[job.optim.name].of(shard.for_optimizer)
             turns = prod(replica_axes(plan, shard.weight).values()) if entry.takes_turns else 1
             total += entry.flops(shard.for_optimizer) / turns

@@ -1,0 +1,194 @@
+"""Configurations of other libraries become jobs, and every setting of a file is in the report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from weft.convert.formats import FORMATS, convert
+from weft.job.errors import JobError
+from weft.job.load import load_job
+
+CONFIGS = Path(__file__).parent / "configs"
+
+FILES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ds_config.json": (
+        "deepspeed",
+        {
+            "train.global_batch": 32, "train.microbatch": 4, "train.steps": 2000, "optim.lr": 3e-4, "optim.warmup": 100,
+            "optim.schedule": "linear", "parallel.zero": 3, "memory.offload": "states", "precision": "bf16",
+        },
+    ),
+    "hf_zero3.json": ("deepspeed", {"parallel.zero": 3, "memory.disk": "/local_nvme", "precision": "auto"}),
+    "fsdp.yaml": (
+        "accelerate",
+        {
+            "parallel.zero": 3, "memory.recompute": "full", "precision": "bf16", "cluster.nodes": 2,
+            "cluster.devices_per_node": 8,
+        },
+    ),
+    "fsdp1_hybrid.yaml": ("accelerate", {"parallel.dp_replicate": 2, "parallel.dp_shard": -1, "precision": "fp32"}),
+    "accelerate_deepspeed.yaml": (
+        "accelerate",
+        {"parallel.zero": 2, "memory.offload": "states", "optim.clip": 0.5, "train.accumulation": 2},
+    ),
+    "llama3_8b.toml": (
+        "torchtitan",
+        {
+            "model.shape": "llama-8b", "data.seq_len": 8192, "parallel.tp": 2, "train.global_batch": 4,
+            "memory.recompute": "selective", "train.compile": True, "checkpoint.every": 0, "optim.warmup": 200,
+        },
+    ),
+    "pretrain_gpt.sh": (
+        "megatron",
+        {
+            "model.family": "gpt2", "model.layers": 96, "model.dim": 12288, "parallel.tp": 8, "parallel.pp": 2,
+            "train.global_batch": 1536, "optim.min_lr": 0.1, "precision": "fp16", "parallel.dp_replicate": -1,
+            "optim.betas": (0.9, 0.95), "cluster.nodes": 2,
+        },
+    ),
+    "lora.yml": (
+        "axolotl",
+        {
+            "model.pretrained": "NousResearch/Llama-3.2-1B", "train.global_batch": 32, "optim.lr": 2e-4,
+            "optim.schedule": "cosine", "optim.warmup": 0.1, "data.mask_documents": True,
+        },
+    ),
+    "llama3_full_sft.yaml": (
+        "llamafactory",
+        {
+            "model.pretrained": "meta-llama/Meta-Llama-3-8B-Instruct", "train.global_batch": 16, "optim.lr": 1e-5,
+            "data.seq_len": 2048, "comm.timeout_s": 180000000, "train.seed": 42,
+        },
+    ),
+}  # fmt: skip
+
+
+def field(job: Any, key: str) -> Any:
+    for part in key.split("."):
+        job = getattr(job, part)
+    return job
+
+
+def leaves(value: Any) -> int:
+    """Number of settings of a nested config."""
+    if isinstance(value, dict) and value:
+        return sum(leaves(inner) for inner in value.values())
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        return sum(leaves(inner) for inner in value)
+    return 1
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_becomes_a_job(name: str) -> None:
+    source, expected = FILES[name]
+    found = convert(str(CONFIGS / name), nproc=8 if name not in ("fsdp.yaml", "fsdp1_hybrid.yaml") else None)
+    assert found.source.name == source
+    assert {key: field(found.job, key) for key in expected} == expected
+    assert not [s.key for s in found.settings if s.status == "unknown"] or name in ("ds_config.json", "pretrain_gpt.sh")
+
+
+@pytest.mark.parametrize("name", [n for n in FILES if n != "pretrain_gpt.sh"])
+def test_every_setting_is_in_the_report(name: str) -> None:
+    found = convert(str(CONFIGS / name))
+    text = (CONFIGS / name).read_text(encoding="utf-8")
+    if name.endswith(".toml"):
+        import tomllib
+
+        raw: Any = tomllib.loads(text)
+    else:
+        raw = yaml.safe_load(text)
+    settings = [s for s in found.settings if s.status != "default"]
+    assert len(settings) == leaves(raw)
+    assert all(s.job or s.note for s in settings)
+    lines = "\n".join(found.lines())
+    assert all(s.key[:60] in lines for s in settings)
+
+
+def test_every_argument_of_a_script_is_in_the_report() -> None:
+    found = {s.key: s for s in convert(str(CONFIGS / "pretrain_gpt.sh")).settings}
+    for line in (CONFIGS / "pretrain_gpt.sh").read_text(encoding="utf-8").splitlines():
+        for word in line.split("#")[0].split():
+            if word.startswith("--"):
+                assert word[2:] in found or word[2:].replace("_", "-") in found, word
+    assert found["some-new-flag"].status == "unknown"
+    assert found["data-path"].value == "$DATA_PATH"
+    assert found["rampup-batch-size"].value == ["16", "16", "5859375"]
+
+
+def test_arguments_without_a_script(tmp_path: Path) -> None:
+    file = tmp_path / "args.txt"
+    file.write_text("--num-layers 2 --hidden-size=64 --num-attention-heads 4 --swiglu --bf16 --train-iters 10\n")
+    job = convert(str(file)).job
+    assert (job.model.family, job.model.layers, job.model.dim, job.precision, job.train.steps) == (
+        "llama", 2, 64, "bf16", 10,
+    )  # fmt: skip
+
+
+def test_the_command_writes_a_job_that_loads(tmp_path: Path, in_process: Callable[..., Any]) -> None:
+    out = tmp_path / "job.yaml"
+    done = in_process(
+        tmp_path, "convert", str(CONFIGS / "ds_config.json"), "model.shape=tiny", "--json", "--out", str(out)
+    )
+    report = json.loads(done.out)
+    assert done.code == 0 and report["format"] == "deepspeed" and report["job"]["precision"] == "bf16"
+    assert {"key", "value", "status", "job", "note"} == report["settings"][0].keys()
+    assert [m for m in report["missing"] if m.startswith("model")] == []
+    assert load_job(str(out)).train.steps == 2000
+    text = in_process(tmp_path, "convert", str(CONFIGS / "llama3_full_sft.yaml"))
+    assert "finetuning_type = full" in text.out and "missing: train.steps" in text.out and "--nproc" in text.out
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", '{"train_batch_size": 8,', "is not JSON"),
+        ("a.json", '{"seed": 1, "seed": 2}', "'seed' is repeated"),
+        ("a.json", "[1]", "is not in a known format"),
+        ("a.json", '{"train_batch_size": "many"}', "train_batch_size = many: train.global_batch"),
+        ("a.toml", "[training\n", "is not TOML"),
+        ("a.yaml", "base_model: [1, 2", "is not YAML"),
+        ("a.yaml", "hello\n", "is not in a known format"),
+        ("a.sh", "torchrun pretrain_gpt.py --num-layers 2 --lr '1e-3\n", "is not a command line"),
+        ("a.sh", "torchrun pretrain_gpt.py --num-layers 2 --split a,b\n", "split = a,b is not a value"),
+    ],
+)
+def test_bad_input_is_one_sentence(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(JobError) as error:
+        convert(str(tmp_path / name))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_unknown_formats_and_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="did you mean deepspeed"):
+        convert(str(CONFIGS / "ds_config.json"), source="deepsped")
+    with pytest.raises(JobError, match="there is no file"):
+        convert(str(tmp_path / "none.json"))
+
+
+@pytest.mark.parametrize("source", FORMATS.values(), ids=FORMATS)
+def test_tables_name_job_fields(source: Any) -> None:
+    """Rules with usual values give fields that a job has; values may be refused, names may not."""
+    from weft.convert.conversion import apply_table
+    from weft.convert.settings import Settings
+
+    for key in source.table:
+        for value in (1, True, "none"):
+            with suppress(JobError):
+                found = apply_table(source, Settings({key.replace("*", "x"): value}), "file", "name", 1)
+                assert not [s.note for s in found.settings if "unknown key" in s.note], key
+
+
+def test_a_value_that_weft_refuses_is_reported(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"optimizer": {"params": {"lr": -1}}, "gradient_clipping": 0.5}', encoding="utf-8")
+    found = convert(str(file))
+    assert (found.settings[0].status, found.job.optim.clip) == ("refused", 0.5)
+    assert "optim.lr=-1" in found.settings[0].note

@@ -1,0 +1,106 @@
+"""`weft launch` on this machine, and what all targets share: clusters of a file, records, lists and refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import parity
+from helpers.command import Output, Started, losses, run_of, until, weft, write_job
+
+from weft.launch.targets.registry import TARGETS, find_target
+
+InProcess = Callable[..., Output]
+
+
+def write_small_job(folder: Path, steps: int = 3, **cluster: object) -> None:
+    sections = {**parity.BASE, "name": "run", "cluster": {"device": "cpu", "devices_per_node": 1, **cluster}}
+    sections["train"] = {**sections["train"], "steps": steps, "eval_every": 0}
+    write_job(folder, **sections)
+
+
+def test_local_launch_is_followed_listed_and_logged(tmp_path: Path, in_process: InProcess) -> None:
+    write_small_job(tmp_path)
+    done = weft(tmp_path, "launch", "job.yaml", "--on", "local")
+    assert done.code == 0, done.err
+    assert "run is local job" in done.err
+    assert "done: step 3" in done.err
+    (row,) = json.loads(in_process(tmp_path, "runs", "--json").out)["runs"]
+    assert {k: row[k] for k in ("name", "state", "target", "last_step", "steps", "exit_code")} == {
+        "name": "run", "state": "done", "target": "local", "last_step": 3, "steps": 3, "exit_code": 0,
+    }  # fmt: skip
+    assert "done: step 3" in in_process(tmp_path, "logs", "run").out
+    assert "rank 0 of 1" in in_process(tmp_path, "logs", "run", "--rank", "0").out
+    assert "there are ranks 0 to 0" in in_process(tmp_path, "logs", "run", "--rank", "7").last
+    assert "has already ended" in in_process(tmp_path, "stop", "run").last
+
+
+def test_detached_launch_is_stopped_and_resumes(tmp_path: Path, in_process: InProcess) -> None:
+    write_small_job(tmp_path, steps=10_000)
+    assert in_process(tmp_path, "launch", "job.yaml", "--on", "local", "--detach").code == 0
+    run = run_of(tmp_path, "run")
+    until(lambda: bool(losses(run)))
+    again = in_process(tmp_path, "launch", "job.yaml", "--on", "local")
+    assert (again.code, "is already local job" in again.last) == (2, True)
+    attached = Started(tmp_path, "attach", "run")
+    assert in_process(tmp_path, "stop", "run").code == 0
+    assert attached.end().code == 75
+    assert json.loads(in_process(tmp_path, "runs", "--json").out)["runs"][0]["state"] == "stopped"
+
+
+def test_print_and_dry_run_write_nothing(tmp_path: Path, in_process: InProcess) -> None:
+    write_small_job(tmp_path)
+    printed = in_process(tmp_path, "launch", "job.yaml", "--on", "local", "--print")
+    assert printed.out.rstrip().endswith("runs/run/launch/submitted.yaml --nproc 1")
+    assert in_process(tmp_path, "launch", "job.yaml", "--on", "local", "--dry-run").code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"]
+
+
+def test_plan_that_does_not_fit_is_not_submitted(tmp_path: Path, in_process: InProcess) -> None:
+    refused = in_process(
+        tmp_path, "launch", "llama-70b-64xh100", "cluster.nodes=1", "parallel=auto", "--on", "local", "--detach"
+    )
+    assert refused.code == 3, refused.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_clusters_of_the_file(tmp_path: Path, in_process: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    clusters = tmp_path / "clusters.yaml"
+    monkeypatch.setenv("WEFT_CLUSTERS", str(clusters))
+    write_small_job(tmp_path)
+    clusters.write_text("desk: {target: local, python: /opt/python, devices_per_node: 4}\nbad: {target: x}\n")
+    printed = in_process(tmp_path, "launch", "job.yaml", "--on", "desk", "--print").out
+    assert printed.startswith("/opt/python -m weft train")
+    assert printed.rstrip().endswith("--nproc 1"), "the job's own fields take precedence"
+    unknown = in_process(tmp_path, "launch", "job.yaml", "--on", "dsk", "--print")
+    assert (unknown.code, "did you mean desk?" in unknown.last) == (2, True)
+    assert "bad.target must be one of local" in in_process(tmp_path, "launch", "job.yaml", "--on", "bad").last
+    clusters.write_text("- 1")
+    assert "must hold clusters by name" in in_process(tmp_path, "launch", "job.yaml", "--on", "desk").last
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "give --on TARGET"),
+        (["--on", "local", "cluster.partition=gpu"], "cluster.partition is not used by the target local"),
+        (["--on", "local", "cluster.nodes=2"], "--on local has one node"),
+        (["--on", "local", "cluster.time_limit=soon"], "must be minutes"),
+        (["--on", "local", "cluster.volumes=[x]"], "must be SOURCE:PATH"),
+        (["--on", "local", "cluster.environment={1a: 2}"], "names of environment variables"),
+    ],
+)
+def test_refusals(tmp_path: Path, in_process: InProcess, words: list[str], text: str) -> None:
+    write_small_job(tmp_path)
+    refused = in_process(tmp_path, "launch", "job.yaml", *words)
+    assert refused.code == 2
+    assert text in refused.err
+
+
+def test_registered_targets_are_complete() -> None:
+    for name in TARGETS:
+        target = find_target(name)
+        assert target.name == name
+        assert target.summary

@@ -1,0 +1,25 @@
+"""Low-rank adapters: every layout trains the same run, and nothing but the adapters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers.parity import check, make_job
+
+from weft.launch.rank_pool import RankPool
+
+LORA: dict[str, Any] = {"lora": {"rank": 3, "alpha": 6, "dropout": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [
+        ({}, ["dp2", "zero1=2", "zero3=2", "tp2", "tp2 no-sequence", "pp2", "cp2"]),
+        ({"tied": True, "lora": {"targets": ["q", "o", "down"]}}, ["dp2 tp2", "pp2"]),
+        ({"experts": {"count": 4, "top_k": 2, "ffn": 16, "shared": 1}}, ["zero3=2 ep2", "tp2"]),
+    ],
+    ids=["dense", "tied", "experts"],
+)
+def test_every_layout_trains_the_same_adapters(pool: RankPool, model: dict[str, Any], layouts: list[str]) -> None:
+    check(pool, make_job(model=LORA | model), layouts)

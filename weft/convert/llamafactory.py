@@ -1,0 +1,131 @@
+"""LLaMA-Factory's YAML: Hugging Face's TrainingArguments, and fields of its own for model, data and method."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from weft.convert import training_arguments
+from weft.convert.accelerate import has_keys, read
+from weft.convert.conversion import SourceFormat
+from weft.convert.settings import Result, Rule, Settings, absent, choice, partly, switch, to, unneeded
+
+DATA = absent("build a token store by weft data build and set data.source to its folder")
+LORA = absent("adapters (LoRA) are not a job field; the job trains all weights")
+PREFERENCES = absent("preference training is not in Weft")
+
+
+def _precision(value: Any, settings: Settings) -> Result:
+    return switch({"precision": "bf16"})(value, settings)
+
+
+TABLE: dict[str, Rule] = {
+    **training_arguments.TABLE,
+    "model_name_or_path": to("model.pretrained", str),
+    "adapter_name_or_path": LORA,
+    "cache_dir": unneeded("the hub cache of the environment (HF_HOME)"),
+    "trust_remote_code": absent("Weft never runs code of a checkpoint"),
+    "use_fast_tokenizer": unneeded("tokenizer.json is used"),
+    "resize_vocab": absent("the vocabulary is that of the checkpoint"),
+    "flash_attn": unneeded("the fastest attention of torch is chosen"),
+    "enable_liger_kernel": unneeded("Weft has fused kernels of its own"),
+    "use_unsloth*": unneeded("Weft has fused kernels of its own"),
+    "shift_attn": absent("S²-attention is not in Weft"),
+    "rope_scaling": partly(
+        choice(
+            {
+                "linear": {"model.rope_scaling.kind": "linear"},
+                "dynamic": {"model.rope_scaling.kind": "ntk"},
+                "yarn": {"model.rope_scaling.kind": "yarn"},
+                "llama3": {"model.rope_scaling.kind": "llama3"},
+            }
+        ),
+        "set model.rope_scaling.factor",
+    ),
+    "quantization_*": absent("weights are not quantized in training"),
+    "double_quantization": absent("weights are not quantized in training"),
+    "upcast_*": unneeded("norms and losses are computed in fp32"),
+    "disable_gradient_checkpointing": switch({"memory.recompute": "none"}),
+    "stage": choice(
+        {
+            "pt": {},
+            "sft": "loss on answers only is not a job field here; the job trains on all tokens",
+            "rm": "reward models are not in Weft",
+            "ppo": "reinforcement learning is not in Weft",
+            "dpo": "preference training is not in Weft",
+            "kto": "preference training is not in Weft",
+        }
+    ),
+    "finetuning_type": choice(
+        {
+            "full": {},
+            "lora": "adapters (LoRA) are not a job field; the job trains all weights",
+            "freeze": "freezing layers is not a job field",
+        }
+    ),
+    "lora_*": LORA,
+    "additional_target": LORA,
+    "loraplus_*": LORA,
+    "use_dora": LORA,
+    "use_rslora": LORA,
+    "pissa_*": LORA,
+    "freeze_*": absent("freezing layers is not a job field"),
+    "pref_*": PREFERENCES,
+    "dpo_*": PREFERENCES,
+    "kto_*": PREFERENCES,
+    "ppo_*": PREFERENCES,
+    "ref_model*": PREFERENCES,
+    "reward_model*": PREFERENCES,
+    "simpo_gamma": PREFERENCES,
+    "use_galore": absent("GaLore is not in Weft"),
+    "galore_*": absent("GaLore is not in Weft"),
+    "use_badam": absent("BAdam is not in Weft"),
+    "badam_*": absent("BAdam is not in Weft"),
+    "use_muon": switch({"optim.name": "muon"}),
+    "pure_bf16": partly(switch({"precision": "bf16"}), "master weights and states stay fp32"),
+    "plot_loss": unneeded("RUN/report.html has the curves"),
+    "dataset": DATA,
+    "dataset_dir": DATA,
+    "eval_dataset": DATA,
+    "media_dir": DATA,
+    "tokenized_path": DATA,
+    "template": absent("chat templates are not a job field; weft data build takes text"),
+    "cutoff_len": to("data.seq_len"),
+    "max_samples": absent("train.steps × train.global_batch samples are read"),
+    "val_size": to("data.val_fraction"),
+    "packing": unneeded("documents are packed"),
+    "neat_packing": switch({"data.mask_documents": True}),
+    "train_on_prompt": unneeded("the job trains on all tokens"),
+    "mask_history": absent("loss on parts of a chat is not a job field"),
+    "streaming": unneeded("token stores are read from disk as needed"),
+    "buffer_size": unneeded("samples are shuffled over the whole store"),
+    "mix_strategy": absent("one data source a job"),
+    "interleave_probs": absent("one data source a job"),
+    "preprocessing_*": unneeded("weft data build uses all cores"),
+    "overwrite_cache": unneeded("weft data build writes a new store"),
+    "ignore_pad_token_for_loss": unneeded("padding has no loss"),
+    "dataloader_num_workers": training_arguments.DATA_LOADER,
+    "compute_accuracy": absent("evaluation keeps only the loss"),
+    "predict_with_generate": absent("weft generate RUN writes texts"),
+    "use_swanlab": absent("trackers are tensorboard, wandb, mlflow and trackio"),
+    "swanlab_*": absent("trackers are tensorboard, wandb, mlflow and trackio"),
+    "ray_*": unneeded("weft launch"),
+    "include_effective_tokens_per_second": unneeded("metrics have tokens_per_s"),
+    "infer_*": absent("serving is not in Weft; weft export RUN --to hf opens in vLLM"),
+    "vllm_*": absent("serving is not in Weft; weft export RUN --to hf opens in vLLM"),
+}
+
+
+def detect(text: str, path: Path) -> bool:
+    return has_keys(text, "model_name_or_path", "finetuning_type")
+
+
+LLAMAFACTORY = SourceFormat(
+    "llamafactory", "a LLaMA-Factory config", read, detect, TABLE,
+    defaults=lambda settings: {**training_arguments.DEFAULTS, "data.seq_len": (2048, "the default of cutoff_len")},
+    missing={
+        "model": "no model_name_or_path; add model=hf:PATH",
+        "data.source": "add data.source=FOLDER, a token store made by weft data build",
+        "train.steps": "epochs depend on the size of the data; add train.steps=…",
+    },
+)  # fmt: skip

@@ -1,0 +1,150 @@
+"""`weft launch`: plan a job for a target, submit it, and follow it to its end."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.job.errors import Exit, FitError, JobError
+from weft.job.load import dump_yaml, parse_job, read_fields
+from weft.job.registry import import_extensions
+from weft.job.run_folder import RunDir
+from weft.job.schema import Job
+from weft.launch.run_files import check_is_run
+from weft.launch.targets.process_target import ProcessTarget
+from weft.launch.targets.registry import find_target, resolve_target
+from weft.launch.targets.target import (
+    EXIT_FILE,
+    SUBMITTED_JOB,
+    JobState,
+    LaunchRecord,
+    LaunchRequest,
+    Target,
+)
+from weft.planner import RUNNABLE, Plan, check, check_fits
+from weft.planner.make_plan import best_plan, start_plan
+
+POLL_S = 0.2
+ACTIVE = (JobState.QUEUED, JobState.RUNNING)
+
+
+def plan_for(
+    name: str, overrides: Sequence[str], on: str | None, attached: bool = True
+) -> tuple[Target, LaunchRequest]:
+    """The target, and the job planned for its cluster. Refuses what cannot run there."""
+    raw = read_fields(name, overrides)
+    cluster = raw.get("cluster", {})
+    target, section = resolve_target(on, cluster if isinstance(cluster, dict) else {})
+    raw["cluster"] = target.complete(section) if isinstance(cluster, dict) else cluster
+    import_extensions(raw.get("extensions"))
+    job = parse_job(raw)
+    target.check_settings(job.cluster)
+    plan = _plan(job)
+    return target, LaunchRequest(job, plan, Path.cwd(), attached)
+
+
+def _plan(job: Job) -> Plan:
+    """The plan for the job's cluster; a FitError if no layout fits its devices."""
+    start = start_plan(job)
+    planned, plan, found = best_plan(start, trainable=True)
+    check(planned, plan, RUNNABLE)
+    check_fits(planned, plan)
+    if found is not None and len(found) == 0 and plan.device != "cpu":  # the memory of other CPU nodes is unknown
+        raise FitError(
+            f"no layout fits: the smallest, {plan.layout()}, needs {found.smallest_gib:.1f} GiB a rank, but "
+            f"{found.estimator.limit_gib:.1f} GiB of {plan.device_name} are usable; weft plan shows what would fit"
+        )
+    return plan
+
+
+def submit(target: Target, request: LaunchRequest) -> LaunchRecord:
+    """Write the files of a launch and submit it."""
+    submission = target.build(request)
+    run, folder = request.run, request.launch_folder
+    earlier = LaunchRecord.read(run)
+    if earlier is not None and find_target(earlier.target).status(earlier).state in ACTIVE:
+        raise JobError(
+            f"{request.job.name} is already {earlier.target} job {earlier.job_id}; end it with weft stop, or give "
+            "another name="
+        )
+    check_is_run(run)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / EXIT_FILE).unlink(missing_ok=True)
+    for name, text in {SUBMITTED_JOB: dump_yaml(request.job), **submission.files}.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    submitted = time.time()
+    job_id = target.submit(request, submission)
+    settings: dict[str, Any] = request.cluster.model_dump(mode="json", exclude_defaults=True)
+    record = LaunchRecord(
+        target.name, job_id, str(run.path), socket.gethostname(), submitted, request.nodes, request.plan.world, settings
+    )
+    (folder / "record.json").write_text(record.to_json(), encoding="utf-8")
+    return record
+
+
+def follow(record: LaunchRecord, log: Callable[[str], None], offset: int = 0) -> int:
+    """Print the output of a launched run until it ends. Returns its exit code; Ctrl-C is handled as the target says."""
+    target = find_target(record.target)
+    waiting = False
+    while True:
+        try:
+            status = target.status(record)
+            if status.state == JobState.QUEUED and not waiting:
+                waiting = True
+                log(f"{record.target} job {record.job_id} is queued{f': {status.detail}' if status.detail else ''}")
+            offset = _print_output(target, record, offset)
+            if status.state not in ACTIVE:
+                break
+            time.sleep(POLL_S)
+        except KeyboardInterrupt:
+            if not isinstance(target, ProcessTarget):
+                log(f"the run continues as {record.target} job {record.job_id}: weft attach, logs and stop work on it")
+                return int(Exit.INTERRUPTED)
+            target.interrupt(record)
+    _print_output(target, record, offset)
+    if status.exit_code is None:
+        name = Path(record.run).name
+        detail = f" ({status.detail})" if status.detail else ""
+        log(f"weft: {record.target} job {record.job_id} is gone without an exit code{detail}; weft logs {name}")
+        return int(Exit.MACHINE)
+    return status.exit_code
+
+
+def _print_output(target: Target, record: LaunchRecord, offset: int) -> int:
+    while True:
+        data, offset = target.output(record, offset)
+        if not data:
+            return offset
+        sys.stderr.buffer.write(data)
+        sys.stderr.buffer.flush()
+
+
+def stop(record: LaunchRecord, log: Callable[[str], None], kill: bool, timeout_s: float) -> int:
+    """Ask a launched run to save and stop, and wait for its end. Returns an exit code."""
+    target = find_target(record.target)
+    if (status := target.status(record)).state not in ACTIVE:
+        raise JobError(f"{Path(record.run).name} has already ended (exit code {status.exit_code})")
+    (target.kill if kill else target.stop)(record)
+    deadline = time.monotonic() + timeout_s
+    while target.status(record).state in ACTIVE:
+        if time.monotonic() > deadline:
+            log(f"weft: {Path(record.run).name} has not stopped after {timeout_s:g} s; --kill ends it without saving")
+            return int(Exit.HANG)
+        time.sleep(POLL_S)
+    log(f"{Path(record.run).name} has stopped")
+    return int(Exit.DONE)
+
+
+def find_launch(name: str, runs_dir: str = "runs") -> LaunchRecord:
+    """The record of a launched run, by its folder or its name below runs_dir."""
+    for path in (Path(name), Path(runs_dir) / name):
+        if (record := LaunchRecord.read(RunDir(path))) is not None:
+            return record
+    known = sorted(p.parent.parent.name for p in Path(runs_dir).glob("*/launch/record.json"))
+    raise JobError(
+        f"no launched run is at {name} or {Path(runs_dir) / name}; launched here: {', '.join(known) or 'none'}"
+    )

@@ -1,0 +1,1 @@
+"""The targets of `weft launch`: one module a target, registered in registry.py."""

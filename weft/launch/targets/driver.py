@@ -1,0 +1,75 @@
+"""The process that starts a run of the targets local, ssh and mpi, and writes its exit code.
+
+python -m weft.launch.targets.driver FOLDER attached|detached COMMAND…
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from weft.job.errors import Exit
+from weft.launch.targets.target import EXIT_FILE
+from weft.supervisor.stop_signals import STOP_CODES, handled_signals
+
+DRIVER_FILE = "driver.json"
+"""The driver's pid and start time."""
+
+
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """Ask Linux to send this process a signal when its parent exits."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write a file atomically."""
+    draft = path.with_name(f".{path.name}-{os.getpid()}")
+    draft.write_text(json.dumps(content), encoding="utf-8")
+    draft.replace(path)
+
+
+def run_command(command: list[str]) -> int:
+    """Run a command to which stop signals are forwarded. Returns its exit code."""
+    received: list[int] = []
+    child: subprocess.Popen[bytes] | None = None
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if child is not None and child.poll() is None:
+            child.send_signal(number)
+
+    for number in handled_signals():
+        signal.signal(number, forward)
+    # a session of its own, so that Ctrl-C in the terminal is forwarded once
+    child = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_parent
+    )  # this process has one thread
+    for number in received:
+        child.send_signal(number)
+    code = child.wait()
+    if code < 0:  # it was killed
+        return int(STOP_CODES.get(signal.Signals(-code), Exit.DIFFERS))
+    return code
+
+
+def main() -> int:
+    folder, command = Path(sys.argv[1]), sys.argv[3:]
+    if sys.argv[2] == "attached":
+        end_with_parent()
+    write_json(folder / DRIVER_FILE, {"pid": os.getpid(), "created": psutil.Process().create_time()})
+    code = run_command(command)
+    write_json(folder / EXIT_FILE, {"code": code})
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
