@@ -157,6 +157,9 @@ class EngineMemory:
         some = np.flatnonzero(_recomputes_all(layouts) & SPLITS[layouts.schedule])
         if len(some):  # a recomputed block makes all its gradients in one pass
             in_flight[some] = microbatches_by_schedule("awaiting_backward", layouts.take(some), at[some])
+        if least:  # the first rank of a pipeline in a V holds least
+            fewest = np.minimum(in_flight - 0.5, (layouts.accumulation + 1) / 2)
+            in_flight = np.where(layouts.pp > 1, fewest, in_flight)
         pending = microbatches_by_schedule("pending", layouts, at)
         return Rank(layouts, at, counts, position, in_flight, pending), units
 

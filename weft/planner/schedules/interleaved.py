@@ -8,7 +8,7 @@ import numpy as np
 
 from weft.planner.schedules import one_f_one_b
 from weft.planner.schedules.actions import Action, loop
-from weft.planner.schedules.entry import ActionLists, ScheduleEntry, Size
+from weft.planner.schedules.entry import ActionLists, ScheduleEntry, Size, missing
 
 
 def build(ranks: int, microbatches: int, stages_per_rank: int) -> ActionLists:
@@ -44,7 +44,7 @@ SCHEDULE = ScheduleEntry(
     name="interleaved-1f1b",
     description="1f1b over several smaller stages per rank, so that ranks wait less",
     build=build,
-    bubble=lambda weight, count: 1.0,
+    bubble=lambda shares, ranks, count: 1.0 + missing(ranks, count),
     in_flight=_in_flight,
     default_stages=2,
     searched_stages=(2, 3, 4, 5, 6, 7, 8),
