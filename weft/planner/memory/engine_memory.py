@@ -126,9 +126,11 @@ class EngineMemory:
         pipelines = layouts.take(piped)
         middle = self.stages.largest(pipelines)
         # the second rank has two neighbours: it holds more messages, where as many microbatches are in flight
-        held = [microbatches_by_schedule("in_flight", pipelines, np.full(len(piped), index)) for index in (0, 1)]
+        (first,), (second,) = (
+            microbatches_by_schedule(pipelines, np.full(len(piped), index), "in_flight") for index in (0, 1)
+        )
         middle = np.where(
-            (middle == 0) & (pipelines.pp > 2) & ((self.plan.backend == "gloo") | (held[1] >= held[0])), 1, middle
+            (middle == 0) & (pipelines.pp > 2) & ((self.plan.backend == "gloo") | (second >= first)), 1, middle
         )
         inner = middle > 0
         which = np.concatenate([np.arange(size), piped, piped[inner]])
@@ -153,15 +155,14 @@ class EngineMemory:
         else:
             counts = self.stages.at(layouts, at)
         units, position = _unit_sizes(self.job, layouts, place)
-        in_flight = microbatches_by_schedule("in_flight", layouts, at)
+        in_flight, pending, losses = microbatches_by_schedule(layouts, at, "in_flight", "pending", "losses_wait")
         some = np.flatnonzero(_recomputes_all(layouts) & SPLITS[layouts.schedule])
         if len(some):  # a recomputed block makes all its gradients in one pass
-            in_flight[some] = microbatches_by_schedule("awaiting_backward", layouts.take(some), at[some])
+            (in_flight[some],) = microbatches_by_schedule(layouts.take(some), at[some], "awaiting_backward")
         if least:  # the first rank of a pipeline in a V holds least
             fewest = np.minimum(in_flight - 0.5, (layouts.accumulation + 1) / 2)
             in_flight = np.where(layouts.pp > 1, fewest, in_flight)
-        pending = microbatches_by_schedule("pending", layouts, at)
-        return Rank(layouts, at, counts, position, in_flight, pending), units
+        return Rank(layouts, at, counts, position, in_flight, pending, losses), units
 
     def _trace(self, layouts: Layouts, place: Place, detail: bool, least: bool = False) -> dict[str, Size]:
         out = {name: np.zeros(len(layouts)) for name in (("total", *PARTS) if detail else ("total",))}

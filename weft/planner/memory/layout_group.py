@@ -59,6 +59,7 @@ class Rank:
     """Its column in the table of unit sizes."""
     in_flight: Size
     pending: Size
+    losses_wait: Size
 
     @property
     def steady(self) -> Size:
@@ -78,7 +79,7 @@ class Rank:
         """The same for some of the layouts."""
         return Rank(
             self.layouts.take(chosen), self.at[chosen], BlockCounts(*(c[chosen] for c in self.counts)),
-            self.position[chosen], self.in_flight[chosen], self.pending[chosen],
+            self.position[chosen], self.in_flight[chosen], self.pending[chosen], self.losses_wait[chosen],
         )  # fmt: skip
 
 
@@ -132,7 +133,7 @@ class LayoutGroup:
         StepTrace(stage, regime, walk).run(
             rank.in_flight, rank.pending, layouts.accumulation, flags["piped"], layouts.virtual_stages,
             rank.steady, sent, ALL_FORWARD_FIRST[layouts.schedule],
-            self._losses_wait() if flags["piped"] else 0.0, rank.alone,
+            rank.losses_wait, rank.alone,
         )  # fmt: skip
         walk.restart({**between, "gradients": states["gradients"]})
         walk.flash(states["update"])
@@ -283,11 +284,6 @@ class LayoutGroup:
             return size * (8.0 + FP32_BYTES * seq * PATCH_DIM + 8 + 1)
         return size * (8.0 + seq * (8 + 8 + 1 + (16 if self.job.data.mask_documents else 0)))
 
-    def _losses_wait(self) -> Size:
-        """Backward passes of the rank's first stage during which a loss waits."""
-        waits = [SCHEDULES[name].losses_wait(self.layouts.pp, self.layouts.accumulation) for name in SCHEDULE_NAMES]
-        return np.choose(self.layouts.schedule, np.broadcast_arrays(self.layouts.pp, *waits)[1:])
-
     def _neighbours(self) -> Size:
         """Ranks that a pipeline rank exchanges messages with."""
         at, pp = self.rank.at, self.layouts.pp
@@ -310,16 +306,18 @@ def _scaled(passes: PassBytes, mask: Size) -> PassBytes:
     return PassBytes(passes.kept * mask, passes.forward * mask, passes.backward * mask, passes.inner)
 
 
-def microbatches_by_schedule(what: str, layouts: Layouts, index: Size) -> Size:
-    """Microbatches, each over all blocks of pipeline rank `index`: held at once (`in_flight`), of these with gradients
-    of weights still to be computed (`pending`), or held before their backward pass (`awaiting_backward`)."""
-    out = np.full(len(layouts), 0.0 if what == "pending" else 1.0)
+def microbatches_by_schedule(layouts: Layouts, index: Size, *kinds: str) -> list[Size]:
+    """Microbatches, each over all blocks of pipeline rank `index`, by kind: held at once (`in_flight`), of these with
+    gradients of weights still to be computed (`pending`), or held before their backward pass (`awaiting_backward`);
+    and backward passes of the first stage during which a loss waits (`losses_wait`)."""
+    out = [np.full(len(layouts), 0.0 if kind in ("pending", "losses_wait") else 1.0) for kind in kinds]
     for code, name in enumerate(SCHEDULE_NAMES):
         some = np.flatnonzero((layouts.schedule == code) & (layouts.pp > 1))
         if len(some):
             count, entry = layouts.accumulation[some], SCHEDULES[name]
-            of = getattr(entry, what) or entry.in_flight
-            out[some] = np.minimum(of(layouts.pp[some], layouts.virtual_stages[some], index[some], count), count)
+            given = layouts.pp[some], layouts.virtual_stages[some], index[some], count
+            for held, kind in zip(out, kinds, strict=True):
+                held[some] = np.minimum((getattr(entry, kind) or entry.in_flight)(*given), count)
     return out
 
 

@@ -52,9 +52,8 @@ class ScheduleEntry:
     """Of these, microbatches whose weight gradients are still to be computed, for the same arguments."""
     awaiting_backward: Callable[[Size, Size, Size, Size], Size] | None = None
     """Of these, microbatches that have not begun their backward pass; None: all of them."""
-    losses_wait: Callable[[Size, Size], Size] = lambda ranks, microbatches: 0
-    """Backward passes of the first stage during which the rank holds the loss of another microbatch, for (ranks,
-    microbatches)."""
+    losses_wait: Callable[[Size, Size, Size, Size], Size] = lambda ranks, stages, rank, microbatches: 0.0
+    """Backward passes of the first stage during which the rank holds the loss of another microbatch."""
     default_stages: int = 1
     """Stages per rank when parallel.virtual_stages is left out."""
     allowed_stages: tuple[int, ...] | None = None

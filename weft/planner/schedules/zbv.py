@@ -104,7 +104,9 @@ SCHEDULE = ScheduleEntry(
     in_flight=lambda ranks, stages, rank, count: ranks,
     pending=lambda ranks, stages, rank, count: 1 + (ranks - 2) * (0.4 + 0.35 * rank / (ranks - 1 + (ranks == 1))),
     awaiting_backward=lambda ranks, stages, rank, count: np.minimum(ranks - 0.5, (count + rank + 1) / 2),
-    losses_wait=lambda ranks, count: np.maximum(0, np.minimum(count - ranks, np.where(ranks < 5, 1, count))),
+    losses_wait=lambda ranks, stages, rank, count: np.maximum(
+        0, np.minimum(count - ranks, np.where(ranks < 5, 1, count))
+    ),
     default_stages=2,
     allowed_stages=(2,),
     searched_stages=(2,),
