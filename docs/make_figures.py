@@ -182,7 +182,62 @@ def own_runs_fp8() -> str:
     return "\n".join(rows)
 
 
+MODELS = (
+    ("3.6B", {"shape": "llama-3b", "tied": False}), ("8B", {"shape": "llama-8b"}), ("13B", {"shape": "llama-13b"}),
+    ("32B", {"family": "llama", "dim": 5120, "layers": 64, "heads": 40, "kv_heads": 8, "head_dim": 128, "ffn": 27648,
+             "vocab": 152064}),
+    ("70B", {"shape": "llama-70b"}),
+)  # fmt: skip
+MACHINES = (("rtx-4090", 64), ("a100-sxm-80gb", 256), ("h200-sxm", 125))
+"""Device, and GiB of host memory, 70 % of which may hold states."""
+TIERS = (
+    ("on the device", {}, "adamw"), ("`offload: auto`", {"offload": "auto"}, "adamw"),
+    ("and `states: 8bit`", {"offload": "auto", "states": "8bit"}, "adamw"),
+    ("and `states: 24bit-master`", {"offload": "auto", "states": "24bit-master"}, "adamw"),
+    ("and Adafactor", {"offload": "auto", "states": "24bit-master"}, "adafactor"),
+)  # fmt: skip
+
+
+def what_fits() -> str:
+    """The largest model that one device trains with each setting of memory, and its predicted tokens a second."""
+    from weft.hardware.catalog import find_device
+    from weft.hardware.probe import probe
+    from weft.job.errors import FitError
+    from weft.planner.ranks import device_memory
+
+    rows = [
+        "| setting of `memory` | " + " | ".join(f"{d}, {h} GiB of host memory" for d, h in MACHINES) + " |",
+        "|---|" + "---|" * len(MACHINES),
+    ]
+    best = [0] * len(MACHINES)
+    for setting, memory, optimizer in TIERS:
+        cells = []
+        for column, (device, ram) in enumerate(MACHINES):
+            shown = "none of these"
+            for index in range(best[column], len(MODELS)):
+                name, model = MODELS[index]
+                given = {**memory, **({"host_gib": 0.7 * ram} if memory else {})}
+                job = weft.Job.model_validate({
+                    "model": model, "data": {"source": "synthetic", "seq_len": 4096}, "optim": {"name": optimizer},
+                    "train": {"global_batch": 1, "microbatch": 1}, "precision": "bf16", "memory": given,
+                    "cluster": {"device": device, "nodes": 1, "devices_per_node": 1},
+                    "parallel": {"dp_replicate": 1, "dp_shard": 1},
+                })  # fmt: skip
+                try:
+                    found = weft.make_plan(job, 1)[1].predicted
+                except FitError:
+                    break
+                if found["memory_gib"] > device_memory(job, find_device(device), probe(), 1):
+                    break
+                best[column] = index
+                shown = f"{name}, {4096 / found['step_time_s']:,.0f} tokens/s"
+            cells.append(shown)
+        rows.append(f"| {setting} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
+    "what fits": what_fits,
     "faults": faults,
     "pretrained families": pretrained_families,
     "plan 70b": plan_70b,

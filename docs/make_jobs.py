@@ -14,7 +14,8 @@ from pydantic import BaseModel
 
 from weft.hardware.catalog import DEVICES, NETWORKS
 from weft.job.compression import COMPRESSORS
-from weft.job.model import FAMILIES
+from weft.job.data import ImageData
+from weft.job.model import FAMILIES, NamedLoss
 from weft.job.optim import LR_SCHEDULES, OPTIMIZERS
 from weft.job.registry import NameIn
 from weft.job.schema import (
@@ -23,9 +24,11 @@ from weft.job.schema import (
     Experts,
     Failures,
     Job,
+    KubernetesOptions,
     Latent,
     Model,
     MpiOptions,
+    RayOptions,
     RopeScaling,
     SlurmOptions,
     SshOptions,
@@ -165,9 +168,12 @@ def page() -> str:
     parts.append("\n".join(plain) + "\n")
     inner: list[tuple[str, str, type[BaseModel]]] = [
         ("model", "rope_scaling", RopeScaling), ("model", "latent", Latent), ("model", "experts", Experts),
+        ("model", "loss", NamedLoss), ("data", "images", ImageData),
         ("cluster", "levels", TopologyLevel),
         ("cluster", "also", DeviceGroup), ("cluster", "failures", Failures), ("cluster", "slurm", SlurmOptions),
-        ("cluster", "ssh", SshOptions), ("cluster", "mpi", MpiOptions), ("train", "sync", Sync),
+        ("cluster", "ssh", SshOptions), ("cluster", "mpi", MpiOptions), ("cluster", "kubernetes", KubernetesOptions),
+        ("cluster", "ray", RayOptions),
+        ("train", "sync", Sync),
     ]  # fmt: skip
     for parent, name, part in reversed(inner):
         at = [n for n, _ in sections].index(parent) + 1

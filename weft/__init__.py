@@ -20,6 +20,8 @@ _MODULES = {
     "load": "weft.checkpoint.save_load",
     "train": "weft.launch.train",
     "from_hf": "weft.pretrained.reader",
+    "Accelerator": "weft.adapters.accelerator",
+    "initialize": "weft.adapters.deepspeed_engine",
 }
 
 __all__ = [*_MODULES]

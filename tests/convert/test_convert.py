@@ -57,7 +57,8 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
         "axolotl",
         {
             "model.pretrained": "NousResearch/Llama-3.2-1B", "train.global_batch": 32, "optim.lr": 2e-4,
-            "optim.schedule": "cosine", "optim.warmup": 0.1, "data.mask_documents": True,
+            "optim.schedule": "cosine", "optim.warmup": 0.1, "data.mask_documents": True, "model.lora.rank": 16,
+            "model.lora.targets": ("gate", "down"),
         },
     ),
     "llama3_full_sft.yaml": (

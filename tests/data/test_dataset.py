@@ -8,8 +8,12 @@ import pytest
 from weft.data.build_store import build
 from weft.data.corpora import CORPORA
 from weft.data.dataset import open_dataset, open_tokenizer
+from weft.data.epochs import with_steps
+from weft.data.loader import Loader
 from weft.data.tokenizer import train_bpe
+from weft.data.user_dataset import image_patches
 from weft.job import Data, Job, JobError, parse_job
+from weft.job.schema import Train
 from weft.job.shapes import resolve
 
 
@@ -177,7 +181,11 @@ class Wordy(Squares): train_len = "many"
 class Tuples(Squares):
     def train(self, index): return (1, 2)
 class Keys(Squares):
-    def train(self, index): return {"x": 1}
+    def train(self, index): return {"x": 1, "parts": [{"a": [1.0, 2.0]}, (3, 4)], "label": 2}
+class Words(Squares):
+    def train(self, index): return {"x": "one"}
+class Augmented(Squares):
+    def train(self, index, epoch): return np.array([index, epoch]), 1
 class Broken(Squares):
     def train(self, index): return 1 / index
 class Tokens(Squares):
@@ -217,6 +225,53 @@ def test_user_dataset(own):
     assert classes["docs"].tolist() == [0, 1]
 
 
+def test_samples_may_be_trees(own):
+    keys = open_dataset(module_job(source="own_samples:Keys")).train(0)
+    assert {k: v.tolist() for k, v in keys.items()} == {
+        "inputs/x": 1, "inputs/parts/#0/a": [1.0, 2.0], "inputs/parts/#1/#0": 3, "inputs/parts/#1/#1": 4, "targets": 2,
+        "valid": True,
+    }  # fmt: skip
+    pairs = open_dataset(module_job(source="own_samples:Tuples")).train(0)
+    assert set(pairs) == {"inputs", "targets", "valid"}
+    with pytest.raises(JobError, match=r"gave the keys x, parts, label for train\(0\); a sample is a dict with inputs"):
+        open_dataset(resolve(job(model={"shape": "tiny"}, source="own_samples:Keys")))
+
+
+def test_a_sample_may_depend_on_the_epoch(own):
+    data = open_dataset(module_job(source="own_samples:Augmented"))
+    steps = [
+        step
+        for _, step in zip(
+            range(4),
+            Loader(data, seed=0, global_batch=3, microbatch=3, dp_rank=0, dp_size=1, prefetch=0, drop_last=True),
+            strict=False,
+        )
+    ]
+    assert [batch["inputs"][:, 1].unique().tolist() for (batch,) in steps] == [[0], [1], [2], [3]]
+    assert all(batch["inputs"][:, 0].unique().numel() == 3 for (batch,) in steps), "four samples, three are read"
+
+
+def test_steps_of_epochs(own):
+    def steps(**train):
+        of = module_job(source="own_samples:Squares", drop_last=train.pop("drop_last", False))
+        return with_steps(of.model_copy(update={"train": Train(global_batch=3, **train)})).train.steps
+
+    assert (steps(epochs=1), steps(epochs=1.5), steps(epochs=3), steps(epochs=3, drop_last=True)) == (2, 2, 4, 3)
+    assert steps(epochs=2, batch_ramp=[[2, 1]]) == 4
+    assert steps(epochs=1, steps=2) == 2
+    with pytest.raises(JobError, match=r"train.epochs=1 of 4 samples is 2 steps, and train.steps=7 is set too; leave"):
+        steps(epochs=1, steps=7)
+
+
+def test_patches_of_images():
+    image = np.arange(2 * 4 * 6).reshape(2, 4, 6)
+    patches = image_patches(image, 2, 2)
+    assert patches.shape == (6, 8)
+    assert patches[1].tolist() == image[:, 0:2, 2:4].reshape(-1).tolist()
+    with pytest.raises(ValueError, match=r"which patches of model.patch=3 do not divide"):
+        image_patches(image, 3, 2)
+
+
 def test_user_dataset_ranges(own):
     def open_own(name):
         return open_dataset(resolve(job(model={"shape": "tiny"}, source=f"own_samples:{name}")))
@@ -239,8 +294,7 @@ def test_user_dataset_ranges(own):
         ("own_samples:NoVal", r"the NoVal it returned has no method val\(index\); a dataset has train_len, val_len"),
         ("own_samples:Empty", "the Empty it returned has train_len = 0; it must be at least 1"),
         ("own_samples:Wordy", "train_len = 'many', which is not a whole number"),
-        ("own_samples:Tuples", r"gave tuple for train\(0\); a sample is a dict with inputs, targets and valid"),
-        ("own_samples:Keys", r"gave the keys x for train\(0\)"),
+        ("own_samples:Words", r"gave str at inputs/x of train\(0\); a sample is made of numbers"),
         ("own_samples:Broken", r"reading its first sample raised ZeroDivisionError: .*own_samples\.py:\d+"),
         ("own_samples:nothing", "the NoneType it returned has no train_len"),
         (

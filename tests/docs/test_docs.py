@@ -10,7 +10,7 @@ import pytest
 from helpers.docs_pages import DOCS, maker, python_of, text_of
 
 DRAWN = [p.stem.removeprefix("make_") for p in sorted(DOCS.glob("make_*.py")) if "def images(" in p.read_text("utf-8")]
-PAGES = {"sync": "fewer-exchanges", "curves": "precision"}
+PAGES = {"sync": "fewer-exchanges", "curves": "precision", "tiers": "memory-tiers"}
 """The page with a script's pictures, if its name differs."""
 
 
@@ -24,7 +24,9 @@ def test_the_pictures_are_up_to_date(name: str) -> None:
         assert f"images/{path.name}" in text
 
 
-@pytest.mark.parametrize(("page", "block"), [(p, b) for p in ("data", "pipeline") for b in range(len(python_of(p)))])
+@pytest.mark.parametrize(
+    ("page", "block"), [(p, b) for p in ("data", "pipeline", "your-own-code") for b in range(len(python_of(p)))]
+)
 def test_a_block_runs(tmp_path: Path, page: str, block: int) -> None:
     script = tmp_path / "block.py"
     script.write_text(python_of(page)[block], encoding="utf-8")

@@ -20,7 +20,7 @@ import weft
 from weft.checkpoint.checkpointer import Checkpointer
 from weft.comm.shards import local_of, shard_of, sharded_axes
 from weft.data.dataset import open_dataset
-from weft.data.loader import Loader, to_device
+from weft.data.loader import Loader, to_device, val_batches
 from weft.guards.work_shares import limits, shares_of
 from weft.job.errors import WeftError
 from weft.job.schema import Job
@@ -275,3 +275,13 @@ def own_loop(folder: str, steps: int) -> tuple[int, list[float]]:
     weft.save(folder, spread_model.master_params, mesh, step=done["step"] + steps)
     flat = torch.cat([t.reshape(-1) for t in wholes(spread_model.master_params).values()])
     return done["step"], flat.tolist()
+
+
+def evaluated(job: Job | Planned) -> dict[str, float]:
+    """The figures of one evaluation of the initial weights."""
+    job, plan, mesh, stepper, _ = begin(job)
+    batches = val_batches(
+        open_dataset(job), global_batch=job.train.global_batch, microbatch=plan.microbatch, dp_rank=mesh.dp_rank(plan),
+        dp_size=plan.dp, limit=job.train.eval_batches,
+    )  # fmt: skip
+    return stepper.evaluate([[to_device(b, mesh.device) for b in step] for step in batches])

@@ -83,7 +83,7 @@ class GivesObject(Plain):
 
 class GivesNameless(Plain):
     def forward(self, tokens: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-        return {"out": super().forward(tokens)}
+        return {"out": super().forward(tokens), "other": tokens.float()}
 
 
 class Scalar(Plain):
@@ -183,3 +183,91 @@ class KnowsItsRank(Plain):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens) * (1 + float(os.environ["RANK"]))
+
+
+class TwoInputs(nn.Module):
+    """Takes two inputs by name or position, and gives two outputs by name. One table has sparse gradients."""
+
+    def __init__(self, dim: int = 8, sparse: bool = True) -> None:
+        super().__init__()
+        self.words = nn.Embedding(16, dim, sparse=sparse)
+        self.values = nn.Linear(4, dim)
+        self.blocks = nn.ModuleList(Block(dim, 16) for _ in range(2))
+        self.classes, self.amount = nn.Linear(dim, 3), nn.Linear(dim, 2)
+
+    def forward(self, words: Tensor, values: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        x = self.words(words).mean(1) + self.values(values) * scale
+        for block in self.blocks:
+            x = block(x)
+        return {"kind": self.classes(x), "amount": self.amount(x)}
+
+
+class OneOutput(TwoInputs):
+    def forward(self, words: Tensor, values: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(words, values)["kind"]
+
+
+class OwnLoss(TwoInputs):
+    """Computes its loss, one value a sample."""
+
+    def forward(self, words: Tensor, values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        logits = super().forward(words, values)["kind"]
+        return logits, F.cross_entropy(logits, labels)
+
+
+class Records:
+    """Samples that are dicts; a sixth of the labels is masked."""
+
+    train_len, val_len = 64, 13
+
+    def __init__(self, data: object) -> None:
+        del data
+
+    def train(self, index: int) -> dict[str, object]:
+        values = torch.sin(torch.arange(4.0) + index)
+        kind = index % 3 if index % 6 else -100
+        return {"words": torch.tensor([index % 16, 3 * index % 16, 5]), "values": values,
+                "targets": {"kind": kind, "amount": values[:2] * 2}}  # fmt: skip
+
+    def val(self, index: int) -> dict[str, object]:
+        return self.train(1000 + index)
+
+
+class Labelled(Records):
+    """Samples with a key that OwnLoss names."""
+
+    def train(self, index: int) -> dict[str, object]:
+        sample = super().train(index)
+        return {"words": sample["words"], "values": sample["values"], "labels": index % 3}
+
+
+class Tuples(Records):
+    """Samples that are tuples (input, input, target)."""
+
+    def train(self, index: int) -> tuple[object, ...]:  # type: ignore[override]
+        sample = super().train(index)
+        return sample["words"], sample["values"], index % 3
+
+    def val(self, index: int) -> tuple[object, ...]:  # type: ignore[override]
+        return self.train(1000 + index)
+
+
+class Pictures(Records):
+    """Images of 8 × 8 pixels and a class."""
+
+    def train(self, index: int) -> tuple[object, ...]:  # type: ignore[override]
+        random = torch.Generator().manual_seed(index)
+        return torch.randn(3, 8, 8, generator=random) + index % 3, index % 3
+
+    def val(self, index: int) -> tuple[object, ...]:  # type: ignore[override]
+        return self.train(1000 + index)
+
+
+def margin(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A metric of one's own: the probability of the target."""
+    return outputs.softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+
+def squares(outputs: dict[str, Tensor], targets: dict[str, Tensor]) -> Tensor:
+    """A loss of one's own, over several outputs: one value a sample."""
+    return (outputs["amount"] - targets["amount"]).square().mean(1) + outputs["kind"].logsumexp(1)

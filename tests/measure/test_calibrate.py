@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from weft.cli import app
 from weft.hardware.measured import load_measured
 from weft.job.errors import JobError
+from weft.planner.time.streaming import Links
 
 
 def test_quick_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,6 +25,10 @@ def test_quick_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert all(p.tflops > 0 for p in found.products)
     assert {m.kind for m in found.collectives} >= {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
     assert min(found.disk_write_gb_s, found.disk_read_gb_s, found.launch_s, found.optimizer_ns) > 0
+    assert found.both_ways_gb_s and found.beside_gb_s and found.states_read_gb_s and found.states_write_gb_s
+    links = Links.of(found, "cpu")
+    assert links.host == min(found.both_ways_gb_s, found.beside_gb_s)
+    assert (links.disk_read, links.disk_write) == (found.states_read_gb_s, found.states_write_gb_s)
     assert all(b.forward_s > 0 and b.backward_s > 0 for b in found.blocks)
 
 

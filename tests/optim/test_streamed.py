@@ -91,6 +91,9 @@ def test_bytes_moved_are_those_of_the_states() -> None:
         for phase, steps in (("forward", 2), ("settle", 1))
     }
     assert dict(optimizers.moved) == expected
+    report = optimizers.tier_report()
+    assert {(r["kind"], r["from"], r["to"], r["phase"]): r["bytes"] for r in report["moved"]} == expected
+    assert report["updates"] == 3 and 0 <= report["hidden"] <= 1 and report["copy_s"] > 0
 
 
 def test_weights_are_cut_by_aligned_rows() -> None:

@@ -36,7 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "wide heads, layer norm on rope": {"model": {"head_dim": 6, "norm": "layernorm", "bias": True, "dim": 20}},
     "stretched rope": {"model": {"rope_scaling": {"kind": "llama3", "original_len": 8}}},
-    "vit": {"model": {"family": "vit", "vocab": 5, "kv_heads": 4}},
+    "vit": {"model": {"family": "vit", "vocab": 5, "kv_heads": 4, "patch": 5, "channels": 1}},
     "mlp": {"model": {"family": "mlp", "dim": 12, "layers": 5, **dict.fromkeys(("heads", "kv_heads", "ffn", "vocab"))}},
 }  # fmt: skip
 

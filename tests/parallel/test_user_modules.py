@@ -16,7 +16,7 @@ from weft.checkpoint.format import newest_good
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
-from weft.models.build_model import build_model
+from weft.models.build_model import build_model, loss_sum
 from weft.planner.rules.layout_syntax import ranks
 from weft.training.export import ExportOptions, export_file
 from weft.verify.prove import with_layout
@@ -26,9 +26,11 @@ TENSOR = ("tp 2", "dp_shard 2 zero=3 × tp 2", "dp_replicate 2 × tp 2")
 NOT_OURS: dict[str, Any] = dict.fromkeys(("family", "dim", "layers", "heads", "kv_heads", "ffn", "vocab"))
 
 
-def own(name: str, **sections: Any) -> Job:
+def own(name: str, model: dict[str, Any] | None = None, **sections: Any) -> Job:
     return make_job(
-        model={**NOT_OURS, "module": f"helpers.own_models:{name}"}, data={"source": "pydoc", "seq_len": 8}, **sections
+        model={**NOT_OURS, "module": f"helpers.own_models:{name}", **(model or {})},
+        data={"source": "pydoc", "seq_len": 8},
+        **sections,
     )
 
 
@@ -56,9 +58,10 @@ def test_a_frozen_weight_is_not_trained(pool: RankPool) -> None:
 
 def test_running_statistics_are_averaged_when_saved(pool: RankPool, tmp_path: Path) -> None:
     """The mean over the ranks is saved, so that it does not depend on the layout."""
+    normed = own("Normed", {"batch_norm": "rank"})
     states = {}
     for layout in ("dp_replicate 2", "dp_replicate 2 × dp_shard 2 zero=3", "1"):
-        job, file = with_layout(own("Normed"), section(layout)), tmp_path / "states.pt"
+        job, file = with_layout(normed, section(layout)), tmp_path / "states.pt"
         pool.run(on_ranks.move, ranks(section(layout)), job, str(tmp_path / "checkpoints"), 2, str(file))
         states[layout] = torch.load(file)
     name = "buffer.batchnorm.running_mean"
@@ -71,7 +74,7 @@ def test_running_statistics_are_averaged_when_saved(pool: RankPool, tmp_path: Pa
     exported = load_file(tmp_path / "model.safetensors")
     assert torch.equal(exported[name[7:]], states["1"][1][name].bfloat16())
     assert exported["batchnorm.num_batches_tracked"].dtype == torch.int64
-    seen = pool.run(on_ranks.buffers_after, 2, with_layout(own("Normed"), section("dp_replicate 2")), 2)
+    seen = pool.run(on_ranks.buffers_after, 2, with_layout(normed, section("dp_replicate 2")), 2)
     (before, after), (other_before, other_after) = seen
     means = (before[name[7:]].double() + other_before[name[7:]].double()) / 2
     assert not torch.equal(before[name[7:]], other_before[name[7:]])
@@ -105,7 +108,18 @@ def test_unsupported_user_modules_are_refused(pool: RankPool, name: str, layout:
     assert answers == [text] * len(answers)
 
 
-def test_an_output_without_a_name_is_refused() -> None:
-    model = build_model(own("GivesNameless").model)
-    with pytest.raises(JobError, match="your module returns a dict of out; name its output logits"):
-        model(torch.zeros(1, 8, dtype=torch.long))
+def test_outputs_without_a_name_are_refused() -> None:
+    job = own("GivesNameless")
+    batch = {"ids": torch.arange(2), "inputs": torch.zeros(2, 8, dtype=torch.long),
+             "targets": torch.zeros(2, 8, dtype=torch.long), "valid": torch.ones(2, 8, dtype=torch.bool)}  # fmt: skip
+    with pytest.raises(
+        JobError, match=r"GivesNameless returns out, other; name one of them logits, or give model.loss"
+    ):
+        loss_sum(build_model(job.model), batch, job.model)
+
+
+def test_an_input_that_forward_does_not_take_is_refused() -> None:
+    job = own("Plain")
+    batch = {"ids": torch.arange(2), "inputs/#0": torch.zeros(2, 8, dtype=torch.long), "inputs/#1": torch.zeros(2, 8)}
+    with pytest.raises(JobError, match=r"Plain.forward\(tokens.*too many positional arguments, and the samples have 2"):
+        loss_sum(build_model(job.model), batch, job.model)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from helpers.parity import make_job
 
-from weft.job import JobError
+from weft.job import JobError, load_job
+from weft.job.errors import FitError
 from weft.launch.rank_pool import RankPool
 from weft.verify.compare import Trace, compare
 from weft.verify.prove import prove, small
@@ -95,3 +96,9 @@ def test_a_shrunk_job_is_small_and_of_the_same_kind() -> None:
     assert (job.train.global_batch, job.train.accumulation, job.data.seq_len) == (16, "auto", 64)
     with pytest.raises(JobError, match="a model of your own cannot be shrunk; give it smaller"):
         small(make_job(model={"module": "helpers.own_models:Plain"}))
+
+
+def test_a_proof_that_does_not_fit_is_refused_before_it_starts() -> None:
+    job = load_job("tiny", ["model=deepseek-v3-671b"])
+    with pytest.raises(FitError, match=r"model of 671\.\dB parameters over 3 steps needs .* GiB .*; --shrink proves"):
+        prove(job, ["tp2"])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from weft.job.run_folder import RunDir
+from weft.watch.closing_lines import closing_lines
 from weft.watch.figures.slices import group, parse_slices, slice_map, slice_numbers, spans
 from weft.watch.figures.steps import figures, smooth, thin
 from weft.watch.journal import Journal, read_metrics
@@ -37,6 +38,25 @@ def test_a_complete_run(tmp_path: Path, make_run: Make) -> None:
     assert "peak memory of one device, GiB" in result
     assert "continued from checkpoints/step-40" in result
     assert [p.name for p in run.path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_memory_tiers(tmp_path: Path, make_run: Make) -> None:
+    run = make_run(tmp_path / "a", steps=3)
+    plan = json.loads(run.plan.read_text())
+    plan["homes"] = [{"kind": "moments", "home": "host", "gib": 1.5, "moved_gib": 1.5}]
+    run.plan.write_text(json.dumps(plan))
+    moved = [{"kind": "moments", "from": a, "to": b, "phase": "forward", "bytes": 3 * 2**30} for a, b in
+             (("host", "device"), ("device", "host"))]  # fmt: skip
+    end = {"event": "done", "step": 3, "steps_done": 2, "seconds": 9.0,
+           "tiers": {"moved": moved, "updates": 2, "copy_s": 0.5, "waited_s": 0.05, "hidden": 0.9}}  # fmt: skip
+    with run.events.open("a") as file:
+        file.write(json.dumps(end) + "\n")
+    page = re.sub(r"\s+", " ", words(write_report(run)))
+    assert "Copied in 2 steps. 90% of the copying ran beside the computation" in page
+    assert "moments host 1.5 1.5" in page and "moments host device forward 3" in page
+    assert closing_lines(run)[-1] == (
+        "states in a step: 1.5 GiB device → host, 1.5 GiB host → device; 90% of the copying ran beside the computation"
+    )
 
 
 def test_text_is_escaped_and_nothing_is_fetched(tmp_path: Path, make_run: Make) -> None:

@@ -81,6 +81,22 @@ def bench_scaling(
         print_stderr(f"written: {write_scaling_page(html, found)}")
 
 
+def bench_tiers(
+    disk: Annotated[
+        Path | None, typer.Option(help="Folder on the disk to measure, as memory.disk. Default: the current folder.")
+    ] = None,
+    mib: Annotated[int, typer.Option("--mib", min=1, max=65_536, help="Size of the copied buffers in MiB.")] = 256,
+    seconds: Annotated[float, typer.Option(min=0, help="Approximate duration of each measurement of copies.")] = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the links between memory tiers: copies to the device and back, beside products, and the disk."""
+    from weft.measure.tiers import measure_tiers, show
+
+    clean_up_on_interrupt()
+    found = measure_tiers(disk, mib, seconds)
+    print_json(found) if as_json else print(show(found))
+
+
 def bench_power(
     job: JobArg,
     overrides: Overrides = None,

@@ -24,7 +24,7 @@ from weft.convert.settings import (
 )
 
 DATA = absent("build a token store by weft data build and set data.source to its folder")
-LORA = absent("adapters (LoRA) are not a job field; the job trains all weights")
+LORA = absent("adapters have rank, alpha, dropout and targets (model.lora)")
 KERNELS = unneeded("Weft has fused kernels of its own")
 PER_EPOCH = absent("Weft has no epochs; set train.eval_every and checkpoint.every")
 
@@ -83,7 +83,9 @@ TABLE: dict[str, Rule] = {
     "tokens": absent("the tokens are those of the tokenizer"),
     "val_set_size": to("data.val_fraction"),
     "output_dir": unneeded("files are in runs/NAME; runs_dir changes the folder"),
-    "adapter": absent("adapters (LoRA) are not a job field; the job trains all weights"),
+    "adapter": training_arguments.adapters("lora_r"),
+    **training_arguments.lora_table("lora_r", "lora_target_modules", "adapter"),
+    "lora_target_linear": unneeded("adapters are on all linear layers by default"),
     "lora_*": LORA,
     "peft*": LORA,
     "qlora_*": LORA,

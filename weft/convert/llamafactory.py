@@ -11,7 +11,7 @@ from weft.convert.conversion import SourceFormat
 from weft.convert.settings import Result, Rule, Settings, absent, choice, partly, switch, to, unneeded
 
 DATA = absent("build a token store by weft data build and set data.source to its folder")
-LORA = absent("adapters (LoRA) are not a job field; the job trains all weights")
+LORA = absent("adapters have rank, alpha, dropout and targets (model.lora)")
 PREFERENCES = absent("preference training is not in Weft")
 
 
@@ -56,13 +56,8 @@ TABLE: dict[str, Rule] = {
             "kto": "preference training is not in Weft",
         }
     ),
-    "finetuning_type": choice(
-        {
-            "full": {},
-            "lora": "adapters (LoRA) are not a job field; the job trains all weights",
-            "freeze": "freezing layers is not a job field",
-        }
-    ),
+    "finetuning_type": training_arguments.adapters("lora_rank"),
+    **training_arguments.lora_table("lora_rank", "lora_target", "finetuning_type"),
     "lora_*": LORA,
     "additional_target": LORA,
     "loraplus_*": LORA,

@@ -127,6 +127,33 @@ def _warmup_steps(value: Any, settings: Settings) -> Result:
     return to("optim.warmup")(value, settings)
 
 
+def adapters(rank: str) -> Rule:
+    """The method of fine-tuning: all weights, or adapters of a rank that another setting gives."""
+
+    def rule(value: Any, settings: Settings) -> Result:
+        if value in ("lora", "qlora"):
+            note = "weights are not quantized in training" if value == "qlora" else ""
+            return Result({"model.lora.rank": settings.number(rank, default=8)}, note, "partly" if note else "mapped")
+        return choice({"full": {}, "none": {}, "freeze": "freezing layers is not a job field",
+                       "oft": "adapters are LoRA", "llama-adapter": "adapters are LoRA"})(value, settings)  # fmt: skip
+
+    return rule
+
+
+def lora_table(rank: str, targets: str, method: str) -> dict[str, Rule]:
+    """The settings of adapters; they apply where the method is LoRA."""
+
+    def only_lora(rule: Rule) -> Rule:
+        return lambda value, settings: (
+            rule(value, settings)
+            if settings.get(method) in ("lora", "qlora")
+            else Result(note=f"{method} is not lora", status="not needed")
+        )
+
+    fields = {rank: "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", targets: "targets"}
+    return {key: only_lora(to(f"model.lora.{name}")) for key, name in fields.items()}
+
+
 def shared_table(micro_batch: str = "per_device_train_batch_size") -> dict[str, Rule]:
     """The rules of fields with the same names in TrainingArguments, LLaMA-Factory and axolotl."""
     return {

@@ -17,6 +17,7 @@ from weft.data.synthetic import open_synthetic
 from weft.data.text_windows import TextDataset
 from weft.data.tokenizer import Tokenizer, Tokens, load_tokenizer
 from weft.data.user_dataset import open_user_dataset
+from weft.data.vision.image_dataset import IMAGE_SOURCES, open_images, reads_images
 from weft.job.errors import JobError
 from weft.job.schema import Data, Job
 from weft.job.token_files import read_meta
@@ -24,7 +25,7 @@ from weft.job.token_files import read_meta
 Sample = dict[str, np.ndarray]
 """inputs, targets and valid (and docs and positions when data.mask_documents), each without a batch dim."""
 
-_NAMES = (*CORPORA, "synthetic")
+_NAMES = (*CORPORA, "synthetic", *IMAGE_SOURCES)
 
 
 class Dataset(Protocol):
@@ -45,6 +46,8 @@ def open_dataset(job: Job) -> Dataset:
     data = job.data
     if data.source == "synthetic":
         return open_synthetic(job)
+    if reads_images(job):
+        return open_images(job)
     if _is_user_dataset(data.source):
         return open_user_dataset(job)
     if data.source not in CORPORA:

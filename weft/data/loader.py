@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NamedTuple, Self
@@ -17,6 +17,7 @@ import torch
 
 from weft.data.batch_shares import BatchShares, even_share, split_evenly
 from weft.data.dataset import Dataset, Sample
+from weft.data.epochs import epoch_len
 from weft.data.sampler import Ints, sample_index
 from weft.job.errors import JobError
 from weft.job.train import BatchRamp
@@ -45,13 +46,14 @@ class Loader:
     Step s has the G samples from k = s × G on, and rank r of R the r-th of R shares of them, which are equal unless
     `shares` is set. Nothing depends on what was read before. A `ramp` gives early steps fewer samples; with
     `fixed_parts` they have as many microbatches as the others. `start_sample` is the k of start_step if earlier steps
-    had another G. `pin` puts batches into pinned memory.
+    had another G. `pin` puts batches into pinned memory. With `drop_last` an epoch ends with its last whole batch.
     """
 
     def __init__(
         self, dataset: Dataset, *, seed: int, global_batch: int, microbatch: int, dp_rank: int, dp_size: int,
         prefetch: int = 2, start_step: int = 0, start_sample: int | None = None, record: Path | None = None,
         pin: bool = False, shares: BatchShares | None = None, ramp: BatchRamp | None = None, fixed_parts: bool = False,
+        drop_last: bool = False,
     ) -> None:  # fmt: skip
         self._dataset, self._seed, self._dp_rank = dataset, seed, dp_rank
         self._ramp = ramp or BatchRamp(global_batch)
@@ -60,6 +62,7 @@ class Loader:
             raise ValueError(f"no share for {dp_rank=} {dp_size=}")
         self.shares = shares or BatchShares.even(global_batch, microbatch, dp_size)
         """BatchShares of full batches from the next step on; all ranks change it between the same steps."""
+        self._epoch_len = epoch_len(dataset, global_batch, drop_last)
         self._parts = len(self.shares.parts[0]) if fixed_parts else None
         self.waited = 0.0
         """Seconds spent waiting for data."""
@@ -158,7 +161,7 @@ class Loader:
 
     def _read(self, step: int) -> _Step:
         shares, first = self._shares(step), self._ramp.samples_before(step) + self._offset
-        ids, indices, batches = _read_shares(self._dataset, self._seed, first, shares, self._dp_rank)
+        ids, indices, batches = _read_shares(self._dataset, self._seed, first, shares, self._dp_rank, self._epoch_len)
         if self._pin:
             batches = [{key: value.pin_memory() for key, value in batch.items()} for batch in batches]
         return _Step(step, shares, ids, indices, batches)
@@ -180,19 +183,24 @@ class Loader:
             self._unwritten = self._unwritten[done:]
 
 
-def read_samples(dataset: Dataset, ids: Ints, indices: Ints, parts: list[slice]) -> list[Batch]:
-    """Training samples with these ids, in microbatches."""
-    return [_stack([dataset.train(int(i)) for i in indices[part]], ids[part]) for part in parts]
+def read_samples(dataset: Dataset, ids: Ints, indices: Ints, parts: list[slice], in_epoch: int) -> list[Batch]:
+    """Training samples with these ids, in microbatches. An epoch has `in_epoch` ids."""
+    read: Callable[..., Sample] = dataset.train
+    if getattr(dataset, "takes_epoch", False):
+        samples = [read(int(i), int(k) // in_epoch) for k, i in zip(ids, indices, strict=True)]
+    else:
+        samples = [read(int(i)) for i in indices]
+    return [_stack(samples[part], ids[part]) for part in parts]
 
 
 def _read_shares(
-    dataset: Dataset, seed: int, first: int, shares: BatchShares, rank: int
+    dataset: Dataset, seed: int, first: int, shares: BatchShares, rank: int, in_epoch: int
 ) -> tuple[Ints, Ints, list[Batch]]:
     """A rank's share of the step whose first sample is the `first` of the run: ids, dataset indices, microbatches."""
     first += shares.first(rank)
     ids = np.arange(first, first + shares.counts[rank], dtype=np.int64)
-    indices = sample_index(seed, ids, dataset.train_len)
-    return ids, indices, read_samples(dataset, ids, indices, shares.slices(rank))
+    indices = sample_index(seed, ids, dataset.train_len, in_epoch)
+    return ids, indices, read_samples(dataset, ids, indices, shares.slices(rank), in_epoch)
 
 
 def read_share(
@@ -202,7 +210,8 @@ def read_share(
     """One of the equal shares of a step, in microbatches: what a Loader gives, without one. `offset` is the number of
     samples read by earlier steps of other sizes, beyond what steps of this size would have read."""
     shares = BatchShares.even(global_batch, microbatch, dp_size)
-    return _read_shares(dataset, seed, offset + step * global_batch, shares, dp_rank)[2]
+    first = offset + step * global_batch
+    return _read_shares(dataset, seed, first, shares, dp_rank, dataset.train_len)[2]
 
 
 def val_batches(

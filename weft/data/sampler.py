@@ -35,18 +35,20 @@ def shuffle(seed: int, epoch: int, index: int | Ints, n: int) -> int | Ints:
 
 
 @overload
-def sample_index(seed: int, k: int, n: int) -> int: ...
+def sample_index(seed: int, k: int, n: int, read: int | None = None) -> int: ...
 @overload
-def sample_index(seed: int, k: Ints, n: int) -> Ints: ...
-def sample_index(seed: int, k: int | Ints, n: int) -> int | Ints:
-    """The dataset index of the run's k-th sample when an epoch has n: every epoch is its own shuffle of range(n)."""
+def sample_index(seed: int, k: Ints, n: int, read: int | None = None) -> Ints: ...
+def sample_index(seed: int, k: int | Ints, n: int, read: int | None = None) -> int | Ints:
+    """The dataset index of the run's k-th sample when an epoch has n: every epoch is its own shuffle of range(n), of
+    which the first `read` are read (default: all)."""
+    read = n if read is None else read
     _check_length(n)
     flat = _integers(k)
     if flat.size and int(flat.min()) < 0:
         raise ValueError(f"samples are counted from 0, not {k!r}")
-    epochs, which = np.unique(flat // n, return_inverse=True)
+    epochs, which = np.unique(flat // read, return_inverse=True)
     table = np.stack([_round_keys(seed, int(e)) for e in epochs], axis=1) if epochs.size else _round_keys(0, 0)[:, None]
-    moved = _walk((flat % n).astype(np.uint64), table[:, which.reshape(-1)], n).astype(np.int64)
+    moved = _walk((flat % read).astype(np.uint64), table[:, which.reshape(-1)], n).astype(np.int64)
     return moved.reshape(k.shape) if isinstance(k, np.ndarray) else int(moved[0])
 
 

@@ -7,11 +7,13 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
+from weft.job.data import ImageData
 from weft.job.errors import JobError
 from weft.job.schema import Job
-from weft.job.shapes import PATCH_DIM
 
 TRAIN_LEN, VAL_LEN = 1 << 20, 1024
+SYNTHETIC_SIDE = 224
+"""Pixels on a side of synthetic images without data.images.size."""
 _TEACHER_WIDTH = 64
 _VAL, _TEACHER = 1 << 62, 1 << 63
 
@@ -22,7 +24,12 @@ def open_synthetic(job: Job) -> SyntheticDataset:
     if model.is_stack:
         return Regression(seed, _given(model.dim, "dim"))
     if model.is_classifier:
-        return Images(seed, job.data.seq_len, _given(model.vocab, "vocab"))
+        return Images(seed, job.data.seq_len, model.patch_dim, _given(model.vocab, "vocab"))
+    if model.module and (model.family or job.data.images is not None):
+        options = job.data.images or ImageData()
+        classes = int(model.args.get("classes") or _given(model.vocab, "vocab"))
+        side = options.size or SYNTHETIC_SIDE
+        return SyntheticPictures(seed, (options.channels or model.channels or 3, side, side), classes)
     return RandomTokens(seed, job.data.seq_len, _given(model.vocab, "vocab"), job.data.mask_documents)
 
 
@@ -88,13 +95,27 @@ class Regression(SyntheticDataset):
         return {"inputs": inputs, "targets": targets, "valid": np.ones((), dtype=np.bool_)}
 
 
+class SyntheticPictures(SyntheticDataset):
+    """Images of noise added to a colour of the class."""
+
+    def __init__(self, seed: int, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__(seed)
+        self._shape = shape
+        self._colours = self._random(_TEACHER).standard_normal((classes, shape[0], 1, 1), dtype=np.float32)
+
+    def _sample(self, random: np.random.Generator) -> dict[str, np.ndarray]:
+        target = random.integers(0, len(self._colours), dtype=np.int64)
+        inputs = random.standard_normal(self._shape, dtype=np.float32) + self._colours[target]
+        return {"inputs": inputs, "targets": np.asarray(target), "valid": np.ones((), dtype=np.bool_)}
+
+
 class Images(SyntheticDataset):
     """Patches of noise added to a pattern of the class."""
 
-    def __init__(self, seed: int, patches: int, classes: int) -> None:
+    def __init__(self, seed: int, patches: int, patch_dim: int, classes: int) -> None:
         super().__init__(seed)
-        self._shape = (patches, PATCH_DIM)
-        self._patterns = self._random(_TEACHER).standard_normal((classes, PATCH_DIM), dtype=np.float32)
+        self._shape = (patches, patch_dim)
+        self._patterns = self._random(_TEACHER).standard_normal((classes, patch_dim), dtype=np.float32)
 
     def _sample(self, random: np.random.Generator) -> dict[str, np.ndarray]:
         target = random.integers(0, len(self._patterns), dtype=np.int64)

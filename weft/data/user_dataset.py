@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import operator
 import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from weft.job.errors import JobError
 from weft.job.schema import Job, Model
+from weft.models.user.sample_tree import TARGET_NAMES, flatten
 
 IGNORED_TARGET = -100
 """Targets of this value are masked, as in torch.nn.functional.cross_entropy."""
@@ -65,11 +68,16 @@ class UserDataset:
         self._vocab = given
         """Integer targets, and integer inputs, must be below it; None where it is not known."""
         self._tokens, self._classes = model.is_decoder, model.is_decoder or model.is_classifier
+        self._plain, self._several = not model.module, isinstance(model.loss, dict)
+        self._patch_dim = model.patch_dim if model.is_classifier else None
+        self._patch = (model.patch or 4, model.channels or 3)
         self.train_len = self._length("train_len", least=1)
         self.val_len = self._length("val_len", least=0)
         for name in ("train", "val"):
             if not callable(getattr(inner, name, None)):
                 raise self._refuse(f"has no method {name}(index); {_NEEDS}")
+        self.takes_epoch = _has_parameter(inner.train, "epoch")
+        """Whether a training sample depends on the epoch too, as augmented ones do."""
         try:
             self.train(0)
             if self.val_len:
@@ -79,8 +87,9 @@ class UserDataset:
         except Exception as error:
             raise _user_code_error(source, "reading its first sample", error) from error
 
-    def train(self, index: int) -> dict[str, np.ndarray]:
-        return self._sample(self._inner.train, "train", index)
+    def train(self, index: int, epoch: int = 0) -> dict[str, np.ndarray]:
+        read = partial(self._inner.train, epoch=epoch) if self.takes_epoch else self._inner.train
+        return self._sample(read, "train", index)
 
     def val(self, index: int) -> dict[str, np.ndarray]:
         return self._sample(self._inner.val, "val", index)
@@ -98,26 +107,88 @@ class UserDataset:
         return number
 
     def _sample(self, read: Callable[[int], Any], name: str, index: int) -> dict[str, np.ndarray]:
-        raw = read(index)
-        if not isinstance(raw, Mapping) or not {"inputs", "targets"} <= set(raw):
+        where = f"{name}({index})"
+        sample = self._arrays(read(index), where)
+        if self._patch_dim is not None:
+            sample["inputs"] = self._patches(sample["inputs"], where)
+        if "targets" in sample:
+            self._check_targets(sample, where)
+        elif "valid" not in sample:
+            sample["valid"] = np.ones((), dtype=np.bool_)
+        if self._several and sample["valid"].ndim:
+            raise self._refuse(f"gave valid of shape {list(sample['valid'].shape)} for {where}; with several losses it "
+                               f"is one value, and integer targets of {IGNORED_TARGET} are masked")  # fmt: skip
+        return sample
+
+    def _arrays(self, raw: Any, where: str) -> dict[str, np.ndarray]:
+        """A sample as a flat dict of arrays: inputs and targets, which may be trees (models/user/sample_tree.py)."""
+        rest: Mapping[Any, Any] = {}
+        targets = None
+        if isinstance(raw, Mapping) and "inputs" in raw:
+            inputs, targets = raw["inputs"], raw.get("targets")
+            rest = {k: v for k, v in raw.items() if k not in ("inputs", "targets")}
+        elif isinstance(raw, Mapping):
+            target = next((name for name in TARGET_NAMES if name in raw), None)
+            targets, rest = raw.get(target), {k: v for k, v in raw.items() if k == "valid"}
+            inputs = {k: v for k, v in raw.items() if k not in (target, "valid")}
+        elif isinstance(raw, tuple | list) and len(raw) > 1:
+            *first, targets = raw
+            inputs = tuple(first) if len(first) > 1 else first[0]
+        else:
+            inputs = raw[0] if isinstance(raw, tuple | list) and raw else raw
+        sample = flatten(inputs, "inputs", self._leaf(where))
+        sample |= {} if targets is None else flatten(targets, "targets", self._leaf(where))
+        for key, value in rest.items():
+            sample |= flatten(value, str(key), self._leaf(where))
+        if not sample or (self._plain and not {"inputs", "targets"} <= sample.keys()):
             shown = f"the keys {', '.join(map(str, raw)) or 'none'}" if isinstance(raw, Mapping) else type(raw).__name__
-            raise self._refuse(f"gave {shown} for {name}({index}); a sample is a dict with inputs, targets and valid")
-        sample = {str(key): _array(value) for key, value in raw.items()}
+            raise self._refuse(f"gave {shown} for {where}; a sample is a dict with inputs, targets and valid")
+        if "valid" in sample:
+            sample["valid"] = sample["valid"].astype(np.bool_, copy=False)
+        return sample
+
+    def _leaf(self, where: str) -> Callable[[Any, str], np.ndarray]:
+        def convert(value: Any, path: str) -> np.ndarray:
+            array = _array(value)
+            if array.dtype.kind not in "biuf":
+                raise self._refuse(f"gave {type(value).__name__} at {path} of {where}; a sample is made of numbers")
+            return array
+
+        return convert
+
+    def _check_targets(self, sample: dict[str, np.ndarray], where: str) -> None:
+        """Add `valid`, mask targets of -100, and refuse values that the model cannot take."""
         targets = sample["targets"]
         integers = np.issubdtype(targets.dtype, np.integer)
         if "valid" not in sample:
             # integer targets have one loss each; other targets are one vector with one loss
-            sample["valid"] = np.ones(targets.shape if integers else (), dtype=np.bool_)
-        sample["valid"] = sample["valid"].astype(np.bool_, copy=False)
+            sample["valid"] = np.ones(targets.shape if integers and not self._several else (), dtype=np.bool_)
         for key, needed in (("inputs", self._tokens), ("targets", self._classes)):
             if needed and not np.issubdtype(sample[key].dtype, np.integer):
-                raise self._refuse(f"gave {key} of {sample[key].dtype} for {name}({index}); the model takes integers")
+                raise self._refuse(f"gave {key} of {sample[key].dtype} for {where}; the model takes integers")
+        if self._several:
+            return
         if integers and sample["valid"].shape == targets.shape:
             sample["valid"] = sample["valid"] & (targets != IGNORED_TARGET)
             sample["targets"] = np.where(sample["valid"], targets, 0)
         for key in ("inputs", "targets"):
-            self._check_range(sample[key], key, f"{name}({index})")
-        return sample
+            if key in sample:
+                self._check_range(sample[key], key, where)
+
+    def _patches(self, inputs: np.ndarray, where: str) -> np.ndarray:
+        """The patches of an image; patches stay as they are."""
+        patch, channels = self._patch
+        if inputs.ndim == 3:
+            try:
+                return image_patches(inputs, patch, channels)
+            except ValueError as error:
+                raise self._refuse(f"gave an image for {where} that {error}") from None
+        if inputs.ndim != 2 or inputs.shape[-1] != self._patch_dim:
+            raise self._refuse(
+                f"gave inputs of shape {list(inputs.shape)} for {where}; the model takes [{channels}, height, width], "
+                f"or [patches, {self._patch_dim}] with model.patch={patch} and model.channels={channels}"
+            )
+        return inputs
 
     def _check_range(self, values: np.ndarray, key: str, sample: str) -> None:
         """Refuse integers outside the vocabulary, which would train the wrong thing or index out of bounds."""
@@ -136,6 +207,24 @@ class UserDataset:
 
     def _refuse(self, what: str) -> JobError:
         return JobError(f"data.source {self._source}: the {type(self._inner).__name__} it returned {what}")
+
+
+def image_patches(image: np.ndarray, patch: int, channels: int) -> np.ndarray:
+    """The patches of an image [channels, height, width], row by row, each flattened: [patches, values]."""
+    depth, height, width = image.shape
+    if depth != channels:
+        raise ValueError(f"has {depth} channels where model.channels={channels}; write model.channels={depth}")
+    if height % patch or width % patch:
+        raise ValueError(f"has {height} × {width} pixels, which patches of model.patch={patch} do not divide")
+    rows = image.reshape(depth, height // patch, patch, width // patch, patch).transpose(1, 3, 0, 2, 4)
+    return np.ascontiguousarray(rows.reshape(-1, depth * patch * patch))
+
+
+def _has_parameter(function: Callable[..., Any], name: str) -> bool:
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def _array(value: Any) -> np.ndarray:

@@ -113,7 +113,12 @@ class Measured:
     seconds: float
     """Duration of the measurement."""
     both_ways_gb_s: float | None = None
-    """Between host and device in each direction, with both at once."""
+    """Between host and device in each direction, with both at once; on a CPU machine inside its memory."""
+    beside_gb_s: float | None = None
+    """The same beside matrix products."""
+    states_read_gb_s: float | None = None
+    """From disk, as states are read: around the page cache."""
+    states_write_gb_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

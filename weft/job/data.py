@@ -2,9 +2,46 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from weft.job.section import Section
+
+
+class ImageData(Section):
+    """How images are read and augmented. Random numbers of an image are a function of the seed, its number and the
+    epoch."""
+
+    format: Literal["auto", "idx", "folder", "tar", "parquet"] = "auto"
+    """Files of data.source: idx (the original files of MNIST, also .gz), folder (a folder for each class, or train/ and
+    val/ with such folders), tar (shards of WebDataset: NAME.jpg and NAME.cls), parquet (columns image and label). auto
+    looks at the files."""
+    size: int | None = Field(None, ge=1, le=65_536)
+    """Side of the images in pixels: they are scaled and cropped to it. Default: as in the files."""
+    channels: Literal[1, 3] | None = None
+    """Colours: 1 is grey. Default: as in the files."""
+    mean: tuple[float, ...] = (0.5,)
+    """Subtracted from the values of a colour, which are between 0 and 1; one for all colours, or one for each."""
+    std: tuple[float, ...] = (0.5,)
+    """Divides them then."""
+    crop: float = Field(0.0, ge=0, le=1)
+    """Random resized crop: a part with at least this share of the area, such as 0.08, is scaled to `size`; 0 turns it
+    off."""
+    shift: int = Field(0, ge=0, le=1024)
+    """Largest random shift of an image in pixels, with black at its edges."""
+    flip: float = Field(0.0, ge=0, le=1)
+    """Probability of a horizontal flip."""
+    randaugment: int = Field(0, ge=0, le=16)
+    """Random operations of RandAugment on an image; needs torchvision."""
+    magnitude: int = Field(9, ge=0, le=30)
+    """Strength of RandAugment."""
+    erase: float = Field(0.0, ge=0, le=1)
+    """Probability of erasing a random rectangle."""
+    mixup: float = Field(0.0, ge=0, le=100)
+    """Mixup: alpha of the Beta distribution of the share of a second image, such as 0.8; 0 turns it off."""
+    cutmix: float = Field(0.0, ge=0, le=100)
+    """CutMix: the same for a rectangle of a second image, such as 1.0. With both, each mixes half of the images."""
 
 
 class Data(Section):
@@ -12,7 +49,8 @@ class Data(Section):
 
     source: str = "pydoc"
     """pydoc (Python's reference documentation), stdlib (Python's source code), synthetic, the path of a token store
-    made by `weft data build`, or your own dataset as package.module:name."""
+    made by `weft data build`, mnist, fashion-mnist, the path of image files, or your own dataset as
+    package.module:name."""
     seq_len: int = Field(128, ge=1, le=2**31)
     """Sequence length: tokens per sample."""
     tokenizer: str = "bytes"
@@ -21,6 +59,11 @@ class Data(Section):
     """Fraction of the corpus, at its end, held out for evaluation."""
     mask_documents: bool = False
     """Mask attention between packed documents: positions restart in each, and no token predicts the next document."""
+    drop_last: bool = False
+    """End an epoch with its last whole batch: the samples after it are left out, others in each epoch. By default a
+    batch continues with the next epoch, so that every sample is read once an epoch."""
+    images: ImageData | None = None
+    """Read images from data.source, as this section says."""
     prefetch: int = Field(2, ge=0, le=1000)
     """Batches to read ahead in the background."""
     record_ids: bool = False

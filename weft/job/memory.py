@@ -41,6 +41,9 @@ class Memory(Section):
     """Folder for states that do not fit into host memory, on a local NVMe disk. Left out: nothing is kept on disk."""
     disk_gib: float | None = Field(None, gt=0)
     """Space in memory.disk for each rank. Default: 90 % of what is free, divided by the ranks of a node."""
+    disk_tbw: float | None = Field(None, gt=0)
+    """Endurance of the disk of memory.disk in TB written (TBW), from its data sheet. Default: 600 for each TB of its
+    size."""
     chunk: int | Literal["auto"] = "auto"
     """Process the norms, projections and feed-forward layers of a block in chunks of this many tokens, and recompute
     them chunk by chunk; 0 turns this off. auto is 0 up to 65,536 tokens per rank."""

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from weft.job.lora import Lora
-from weft.job.registry import NameIn, Registry
+from weft.job.registry import NameIn, Registry, did_you_mean, listed
 from weft.job.section import Section
 
-Structure = Literal["decoder", "classifier", "stack"]
+Structure = Literal["decoder", "classifier", "stack", "module"]
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,20 @@ class Family:
     """`module:function` that takes the resolved Model section and returns an nn.Module, called on the meta device."""
     structure: Structure
     """decoder: tokens, blocks of attention and feed-forward, logits for each token. classifier: image patches, the same
-    blocks, one label a sample. stack: vectors and square linear layers. The planner counts, splits and prices by it."""
+    blocks, one label a sample. stack: vectors and square linear layers. The planner counts, splits and prices by it.
+    module: a module that trains as your own would, by replicas and shards."""
     defaults: Mapping[str, Any]
     """Fields of `model` that neither the job nor a shape gives."""
     weights: Callable[[Model, bool, int, int, bool, bool], Iterable[Any]] | None = None
     """Its table of weights, where they are not those of its structure (planner/model/weight_table.py)."""
 
+    args: str | None = None
+    """Of a module: `module:function` that takes the sections model and data and returns the constructor's arguments."""
+
     @property
     def needed(self) -> tuple[str, ...]:
         """Fields that a job or a shape must give."""
-        return ("dim", "layers") if self.structure == "stack" else ("dim", "layers", "heads")
+        return {"stack": ("dim", "layers"), "module": ("layers",)}.get(self.structure, ("dim", "layers", "heads"))
 
 
 FAMILIES: Registry[Family] = Registry("model.family", "weft.models.families")
@@ -151,6 +155,43 @@ class Experts(Section):
         return self
 
 
+LOSSES = ("auto", "model", "cross_entropy", "nll", "bce", "mse", "l1", "smooth_l1")
+"""Losses that a job may name (weft/models/user/named_losses.py)."""
+
+
+class NamedLoss(Section):
+    """One of several losses of your own module."""
+
+    function: str = "auto"
+    """auto, cross_entropy, nll, bce, mse, l1, smooth_l1, or a package.module:function of (output, target) that returns
+    one loss per target or per sample."""
+    output: str | None = None
+    """Name of the output, as your module names it. Default: the name of this loss; of the only output, it may be left
+    out."""
+    target: str | None = None
+    """Name of the target, as your dataset names it. Default: the name of this loss; of the only target, it may be left
+    out."""
+    weight: float = Field(1.0, gt=0)
+    """Factor on this loss in the sum of all."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"function": value} if isinstance(value, str) else value
+
+    @field_validator("function")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        return check_loss(value)
+
+
+def check_loss(value: str) -> str:
+    """The name of a loss, or a ValueError with what it must be."""
+    if value not in LOSSES and ":" not in value:
+        raise ValueError(f"must be {listed((*LOSSES, 'a package.module:function'))}{did_you_mean(value, LOSSES)}")
+    return value
+
+
 class Model(Section):
     """The model. A shape or a family sets the defaults; fields given here override them."""
 
@@ -163,15 +204,25 @@ class Model(Section):
     """Your own nn.Module, as package.module:Class; `model: package.module:Class` is short for it."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of your own module's constructor."""
-    loss: str = "auto"
-    """Loss of your own module: auto (cross-entropy for integer targets, otherwise squared error), or a
-    package.module:function that takes (outputs, targets) and returns one loss per target."""
+    loss: str | dict[str, NamedLoss] = "auto"
+    """Loss of your own module: auto (cross-entropy for integer targets, otherwise squared error; the module's own where
+    samples have no targets), model (the module's own), cross_entropy, nll, bce, mse, l1, smooth_l1, a
+    package.module:function that takes (outputs, targets) and returns one loss per target, or several losses by name,
+    such as {label: cross_entropy, box: {function: l1, weight: 0.5}}."""
+    batch_norm: Literal["all", "rank"] = "all"
+    """Statistics of batch norms in training: over the samples of all replicas, as one process would compute them, or of
+    each rank's own samples."""
     family: Annotated[str, NameIn(FAMILIES)] | None = None
-    """gpt2 and llama (decoder-only), vit (an encoder of image patches), mlp (the deep MLP of the lessons)."""
+    """gpt2 and llama (decoder-only), vit (an encoder of image patches), resnet (convolutions), mlp (the deep MLP of the
+    lessons)."""
     dim: int | None = Field(None, ge=1, le=2**20)
     """Width of the residual stream."""
     layers: int | None = Field(None, ge=1, le=10_000)
     """Number of blocks; for mlp, of square layers."""
+    patch: int | None = Field(None, ge=1, le=4096)
+    """Side of an image patch in pixels (vit). Default: 4."""
+    channels: int | None = Field(None, ge=1, le=4096)
+    """Colours of an image (vit, resnet). Default: 3."""
     heads: int | None = Field(None, ge=1, le=65_536)
     """Attention heads."""
     kv_heads: int | None = Field(None, ge=1, le=65_536)
@@ -182,7 +233,7 @@ class Model(Section):
     """Hidden width of the feed-forward layer. Default: 4 × dim (gpt2), 8/3 × dim rounded up to a multiple of 64
     (llama)."""
     vocab: int | None = Field(None, ge=1, le=2**27)
-    """Vocabulary size; for vit, the number of classes. Default: the tokenizer's."""
+    """Vocabulary size; for vit and resnet, the number of classes. Default: the tokenizer's."""
     max_len: int | None = Field(None, ge=1, le=2**31)
     """Longest sequence of a model with learned positions. Default: data.seq_len."""
     norm: Literal["layernorm", "rmsnorm", "rmsnorm_offset"] | None = None
@@ -242,6 +293,18 @@ class Model(Section):
     @classmethod
     def _short_form(cls, value: Any) -> Any:
         return expand_model(value) if isinstance(value, str) else value
+
+    @field_validator("loss")
+    @classmethod
+    def _known_loss(cls, value: str | dict[str, NamedLoss]) -> str | dict[str, NamedLoss]:
+        if not value:
+            raise ValueError("must name at least one loss")
+        return check_loss(value) if isinstance(value, str) else value
+
+    @property
+    def patch_dim(self) -> int:
+        """Values in one image patch."""
+        return (self.patch or 4) ** 2 * (self.channels or 3)
 
     def _is(self, structure: Structure) -> bool:
         return self.family is not None and FAMILIES[self.family].structure == structure

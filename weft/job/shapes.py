@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.job.errors import JobError
-from weft.job.model import FAMILIES
+from weft.job.model import FAMILIES, Family
 from weft.job.registry import find_object
 from weft.job.schema import Data, Experts, Job, Model
 from weft.job.token_files import META, read_meta, tokenizer_vocab
@@ -32,6 +32,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "vit-b": dict(family="vit", dim=768, layers=12, heads=12, ffn=3072, vocab=1000),
     "vit-l": dict(family="vit", dim=1024, layers=24, heads=16, ffn=4096, vocab=1000),
     "vit-h": dict(family="vit", dim=1280, layers=32, heads=16, ffn=5120, vocab=1000),
+    "resnet-18": dict(family="resnet", layers=18, vocab=1000),
+    "resnet-50": dict(family="resnet", layers=50, vocab=1000),
+    "resnet-101": dict(family="resnet", layers=101, vocab=1000),
     "moe-tiny": dict(
         family="llama", dim=64, layers=4, heads=4, kv_heads=2, ffn=192,
         experts=dict(count=8, top_k=2, ffn=96, router="sigmoid", scale=2.0, balance="bias", bias_rate=0.01),
@@ -44,13 +47,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         family="llama", dim=2048, layers=48, heads=32, kv_heads=4, head_dim=128, ffn=6144, vocab=151936, qk_norm=True,
         rope_theta=1e6, experts=dict(count=128, top_k=8, ffn=768),
     ),
-    # DeepSeek uses multi-head latent attention; grouped queries replace it here, with nearly as many weights
     "deepseek-v3-16b": dict(
-        family="llama", dim=2048, layers=27, heads=16, kv_heads=4, head_dim=128, ffn=10944, vocab=102400,
+        family="llama", dim=2048, layers=27, heads=16, head_dim=192, rope_dim=64, ffn=10944, vocab=102400,
+        latent=dict(kv_rank=512, v_dim=128),
         experts=dict(count=64, top_k=6, ffn=1408, shared=2, first_dense=1, renormalize=False),
     ),
     "deepseek-v3-671b": dict(
-        family="llama", dim=7168, layers=61, heads=128, kv_heads=8, head_dim=128, ffn=18432, vocab=129280,
+        family="llama", dim=7168, layers=61, heads=128, head_dim=192, rope_dim=64, ffn=18432, vocab=129280,
+        latent=dict(q_rank=1536, kv_rank=512, v_dim=128),
         experts=dict(
             count=256, top_k=8, ffn=2048, shared=1, first_dense=3, groups=8, top_groups=4, router="sigmoid",
             scale=2.5, balance="bias", aux_weight=1e-4,
@@ -63,9 +67,6 @@ ALIASES = {
     "125m": "llama-125m", "1b": "llama-1b", "3b": "llama-3b", "7b": "llama-7b", "8b": "llama-8b", "13b": "llama-13b",
     "70b": "llama-70b", "405b": "llama-405b", "175b": "gpt3-175b", "gpt2": "gpt2-125m",
 }  # fmt: skip
-
-PATCH_DIM = 48
-"""Values in one image patch of the vit family: 4 × 4 pixels in 3 colours."""
 
 
 def resolve(job: Job) -> Job:
@@ -111,9 +112,18 @@ def _resolve_model(model: Model, data: Data) -> Model:
     for name in family.needed:
         if name not in fields:
             raise JobError(f"model.{name} is missing; give it, or name a model.shape such as tiny or llama-1b")
+    if family.structure == "module":
+        return _module_of(family, Model.model_validate({**model.model_dump(exclude_none=True), **fields}), data)
     if family.structure != "stack":
         _fill_transformer(fields, data)
     return Model.model_validate({**model.model_dump(exclude_none=True), **fields})
+
+
+def _module_of(family: Family, model: Model, data: Data) -> Model:
+    """The module and arguments of a family that trains as a user's module would; model.args override the latter."""
+    assert family.args is not None
+    args = find_object(family.args, "model.family")(model, data)
+    return model.model_copy(update={"module": family.build, "args": {**args, **model.args}})
 
 
 def _fill_transformer(fields: dict[str, Any], data: Data) -> None:
@@ -141,8 +151,9 @@ def _fill_transformer(fields: dict[str, Any], data: Data) -> None:
     if fields.get("experts") is not None:
         usual = {name: Experts.model_fields[name].default for name in ("count", "top_k", "groups")}
         fields["experts"] = {"ffn": fields["ffn"], **usual, **fields["experts"]}
-    tokens = data_vocab(data)
-    fields.setdefault("vocab", tokens or (10 if FAMILIES[fields["family"]].structure == "classifier" else 256))
+    if FAMILIES[fields["family"]].structure == "classifier":
+        fields.setdefault("vocab", 10)
+    fields.setdefault("vocab", data_vocab(data) or 256)
     fields.setdefault("max_len", data.seq_len)
     if fields["positions"] == "learned" and data.seq_len > fields["max_len"]:
         raise JobError(

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from weft.job.registry import did_you_mean, listed
 from weft.job.section import Section, limits
 from weft.job.sync import Sync
+
+METRICS = ("accuracy", "top5", "auc", "bleu", "perplexity")
+"""Metrics that a job may name (weft/models/user/eval_metrics.py)."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,16 @@ class BatchRamp:
                 return total
             begin = end
         return total + (step - begin) * self.global_batch
+
+    def steps_of(self, samples: int) -> int:
+        """Steps that read so many sequences; the last may read more."""
+        begin = 0
+        for end, size in self.stages:
+            if samples <= (end - begin) * size:
+                return begin + -(-samples // size)
+            samples -= (end - begin) * size
+            begin = end
+        return begin + -(-samples // self.global_batch)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -61,6 +75,8 @@ class Train(Section):
 
     steps: int = Field(600, ge=0, le=10**12)
     """Optimizer steps of the run."""
+    epochs: float | None = Field(None, gt=0, le=10**9)
+    """Passes over the training samples, instead of steps: steps is then computed from the length of the data."""
     global_batch: int = Field(32, ge=1, le=10**9)
     """Sequences per optimizer step, over all ranks."""
     batch_ramp: list[tuple[int, int]] = Field(default_factory=list)
@@ -76,6 +92,9 @@ class Train(Section):
     """Steps between evaluations on held-out data; 0 turns evaluation off."""
     eval_batches: int = Field(8, ge=1, le=10**9)
     """Global batches per evaluation, at most those of the held-out data."""
+    metrics: list[str] = Field(default_factory=list)
+    """Metrics of an evaluation beside the loss, written as val_NAME: accuracy, top5, auc, bleu, perplexity, or your own
+    package.module:function of (outputs, targets) that returns one value per target or per sample, or (sum, count)."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Label smoothing: probability distributed evenly over the vocabulary in the training target."""
     compile: bool | Literal["auto"] = "auto"
@@ -95,6 +114,15 @@ class Train(Section):
     def full_steps(self) -> float:
         """Steps of the full batch that process as many sequences as all steps of the run."""
         return self.ramp.samples_before(self.steps) / self.global_batch
+
+    @field_validator("metrics")
+    @classmethod
+    def _known_metrics(cls, value: list[str]) -> list[str]:
+        for name in value:
+            if name not in METRICS and ":" not in name:
+                known = listed((*METRICS, "a package.module:function"))
+                raise ValueError(f"must be {known}, not {name!r}{did_you_mean(name, METRICS)}")
+        return value
 
     @model_validator(mode="after")
     def _check_ramp(self) -> Train:

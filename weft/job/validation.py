@@ -47,7 +47,9 @@ def sections_of(annotation: Any) -> list[type[BaseModel]]:
 
 
 # pydantic adds the branch of a union to the location; it is not part of the key
-_BRANCHES = re.compile(r"^(Parallel|RopeScaling|Latent|int|str|float|bool|literal\[.*\]|function-.*|constrained-.*)$")
+_BRANCHES = re.compile(
+    r"^(Parallel|RopeScaling|Latent|int|str|float|bool|literal\[.*\]|dict\[.*\]|function-.*|constrained-.*)$"
+)
 
 _EXPECTED = {
     "int_parsing": "a whole number",

@@ -31,8 +31,8 @@ from weft.job.shapes import resolve
 from weft.launch.rank_pool import RankPool
 from weft.measure import collective_times as bench
 from weft.measure.collective_times import Case
+from weft.measure.tiers import measure_disk, measure_links
 from weft.measure.timing import timed
-from weft.memory.copies import StreamCopies
 from weft.mesh import connect
 from weft.models.attention import TokenInfo, attention
 from weft.models.build_model import build_model
@@ -83,13 +83,18 @@ def measure(quick: bool = False, report: Callable[[str], None] = lambda text: No
         found[name] = step()
     product = torch.cuda.get_device_name(device) if kind == "cuda" else machine.cpu
     known = device_by_product(product) if kind == "cuda" else None
-    to_device, from_device, both_ways = _transfers(device, budget) if kind == "cuda" else (None, None, None)
+    report("tiers")
+    links = measure_links(device, budget, (16 if quick else 256) * MIB)
+    states = measure_disk(Path.cwd(), (32 if quick else 256) * MIB)
     write, read = _disk(32 * MIB if quick else 256 * MIB)
     return Measured(
         name=known.name if known else ("cpu" if kind == "cpu" else file_name(product)), device=kind, product=product,
-        torch=torch.__version__, threads=torch.get_num_threads(), to_device_gb_s=to_device,
-        from_device_gb_s=from_device, disk_write_gb_s=write, disk_read_gb_s=read,
-        both_ways_gb_s=both_ways, seconds=time.perf_counter() - began, **found,  # type: ignore[arg-type]
+        torch=torch.__version__, threads=torch.get_num_threads(), disk_write_gb_s=write, disk_read_gb_s=read,
+        to_device_gb_s=links["to_device_gb_s"] if kind == "cuda" else None,
+        from_device_gb_s=links["from_device_gb_s"] if kind == "cuda" else None,
+        both_ways_gb_s=links["both_ways_gb_s"], beside_gb_s=links["beside_products_gb_s"],
+        states_read_gb_s=states["read_gb_s"], states_write_gb_s=states["write_gb_s"],
+        seconds=time.perf_counter() - began, **found,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -210,22 +215,6 @@ def _optimizer(kind: str, device: torch.device, budget: float) -> float:
     return timed(lambda: optimizer.step(1e-4, factor), device, budget) / (count * size) * 1e9
 
 
-def _transfers(device: torch.device, budget: float) -> tuple[float, float, float]:
-    """GB/s to the device, from it, and in each direction with both at once."""
-    host, there = torch.empty(256 * MIB, dtype=torch.uint8).pin_memory(), torch.empty(256 * MIB, dtype=torch.uint8)
-    there = there.to(device)
-    to = timed(lambda: there.copy_(host, non_blocking=True), device, budget)
-    back = timed(lambda: host.copy_(there, non_blocking=True), device, budget)
-    copies, other, elsewhere = StreamCopies(device), torch.empty_like(host).pin_memory(), torch.empty_like(there)
-
-    def both_ways() -> None:
-        copies.fetch([(there, host)], [])
-        copies.store([(other, elsewhere)], [])
-
-    both = timed(both_ways, device, budget)
-    return 256 * MIB / to / 1e9, 256 * MIB / back / 1e9, 256 * MIB / both / 1e9
-
-
 def _disk(size: int) -> tuple[float, float]:
     """GB/s of durable writes to the disk of the current folder, and of reads that bypass the page cache."""
     data = os.urandom(MIB) * (size // MIB)
@@ -284,6 +273,11 @@ def show(found: Measured, path: Path) -> str:
     rows.append(f"disk      write {found.disk_write_gb_s:.2f}, read {found.disk_read_gb_s:.2f} GB/s")
     if found.to_device_gb_s and found.from_device_gb_s:
         rows.append(f"host      to device {found.to_device_gb_s:.1f}, back {found.from_device_gb_s:.1f} GB/s")
+    if found.both_ways_gb_s and found.beside_gb_s and found.states_read_gb_s and found.states_write_gb_s:
+        rows.append(
+            f"tiers     both ways {found.both_ways_gb_s:.1f} GB/s each, beside products {found.beside_gb_s:.1f}; "
+            f"states on disk: write {found.states_write_gb_s:.2f}, read {found.states_read_gb_s:.2f} GB/s"
+        )
     for axis in sorted({m.axis for m in found.collectives}):
         largest = max(m.bytes for m in found.collectives)
         speeds = [

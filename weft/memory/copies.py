@@ -6,8 +6,11 @@ tested without a GPU. An event marks the end of a copy or a point of the computa
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +22,25 @@ Pair = tuple[Tensor, Tensor]
 """Target and source."""
 
 
+@dataclass
+class CopySeconds:
+    """How long copies took, and how long the computation waited for them."""
+
+    fetch: float = 0.0
+    store: float = 0.0
+    waited: float = 0.0
+
+    @property
+    def hidden(self) -> float:
+        """Share of the copying that ran beside the computation."""
+        busiest = max(self.fetch, self.store)
+        return max(0.0, 1.0 - self.waited / busiest) if busiest else 1.0
+
+
 class Copies(Protocol):
     """Two queues of copies."""
+
+    seconds: CopySeconds
 
     def fetch(self, pairs: Sequence[Pair], after: Iterable[Event]) -> Event:
         """Copy to the device once these events have happened."""
@@ -43,24 +63,42 @@ class StreamCopies:
 
     def __init__(self, device: torch.device):
         self.inward, self.outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.seconds = CopySeconds()
+        self.timed: deque[tuple[str, Event, Event]] = deque()
+        """Begin and end of what is not counted in `seconds` yet."""
 
     def fetch(self, pairs: Sequence[Pair], after: Iterable[Event]) -> Event:
-        return self._copy(self.inward, pairs, after)
+        return self._copy("fetch", self.inward, pairs, after)
 
     def store(self, pairs: Sequence[Pair], after: Iterable[Event]) -> Event:
-        return self._copy(self.outward, pairs, after)
+        return self._copy("store", self.outward, pairs, after)
 
-    @staticmethod
-    def _copy(stream: torch.cuda.Stream, pairs: Sequence[Pair], after: Iterable[Event]) -> Event:
+    def _copy(self, kind: str, stream: torch.cuda.Stream, pairs: Sequence[Pair], after: Iterable[Event]) -> Event:
         for event in after:
             stream.wait_event(event)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(stream)
         with torch.cuda.stream(stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-        return stream.record_event()
+        end.record(stream)
+        self._count(kind, begin, end)
+        return end
+
+    def _count(self, kind: str, begin: Event, end: Event) -> None:
+        self.timed.append((kind, begin, end))
+        while self.timed and self.timed[0][2].query():
+            kind, begin, end = self.timed.popleft()
+            seconds = begin.elapsed_time(end) / 1e3
+            setattr(self.seconds, kind, getattr(self.seconds, kind) + seconds)
 
     def wait(self, event: Event) -> None:
-        torch.cuda.current_stream().wait_event(event)
+        stream = torch.cuda.current_stream()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(stream)
+        stream.wait_event(event)
+        end.record(stream)
+        self._count("waited", begin, end)
 
     def mark(self) -> Event:
         return torch.cuda.current_stream().record_event()
@@ -76,23 +114,29 @@ class ThreadCopies:
         self.inward = ThreadPoolExecutor(1, thread_name_prefix="weft-fetch")
         self.outward = ThreadPoolExecutor(1, thread_name_prefix="weft-store")
         self.delay = delay
+        self.seconds = CopySeconds()
 
     def fetch(self, pairs: Sequence[Pair], after: Iterable[Event]) -> Event:
-        return self.inward.submit(self._copy, pairs, list(after))
+        return self.inward.submit(self._copy, "fetch", pairs, list(after))
 
     def store(self, pairs: Sequence[Pair], after: Iterable[Event]) -> Event:
-        return self.outward.submit(self._copy, pairs, list(after))
+        return self.outward.submit(self._copy, "store", pairs, list(after))
 
-    def _copy(self, pairs: Sequence[Pair], after: list[Future[None]]) -> None:
+    def _copy(self, kind: str, pairs: Sequence[Pair], after: list[Future[None]]) -> None:
         for event in after:
             event.result()
         self.delay()
+        began = time.perf_counter()
         with torch.no_grad():
             for target, source in pairs:
                 target.copy_(source)
+        # one thread writes each field
+        setattr(self.seconds, kind, getattr(self.seconds, kind) + time.perf_counter() - began)
 
     def wait(self, event: Event) -> None:
+        began = time.perf_counter()
         event.result()
+        self.seconds.waited += time.perf_counter() - began
 
     def mark(self) -> Event:
         now: Future[None] = Future()

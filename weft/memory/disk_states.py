@@ -39,7 +39,7 @@ class DiskFile:
         self.path, self.size = path, size
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.direct = hasattr(os, "O_DIRECT") and not _is_tmpfs(path.parent)
+            self.direct = hasattr(os, "O_DIRECT") and not is_tmpfs(path.parent)
             flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if self.direct else 0)
             try:
                 self.file = os.open(path, flags, 0o600)
@@ -210,7 +210,7 @@ def _aligned(count: int, size: int, device: torch.device, owner: object) -> list
     return [_Stage(memory[start : start + size]) for memory, start in zip(made, starts, strict=True)]
 
 
-def _is_tmpfs(folder: Path) -> bool:
+def is_tmpfs(folder: Path) -> bool:
     """Whether a folder is in memory."""
     best, kind = "", ""
     try:

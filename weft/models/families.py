@@ -27,6 +27,10 @@ for entry in (
             qk_norm=False, causal=False, dropout=0.0, rope_theta=10_000.0,
         ),
     ),
+    Family(
+        "resnet", "ResNet of 18, 34, 50, 101 or 152 layers.", "weft.models.vision.resnet:ResNet", "module", {},
+        args="weft.models.vision.resnet_depths:resnet_args",
+    ),
     Family("mlp", "The deep MLP of the lessons.", "weft.models.mlp:DeepMLP", "stack", dict(bias=True, dropout=0.0)),
 ):  # fmt: skip
     FAMILIES.register(entry)

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.job.schema import Model
-from weft.job.shapes import PATCH_DIM
 from weft.models.attention import TokenInfo
 from weft.models.attention_layer import Attention
 from weft.models.dropout import Dropout, salt
@@ -138,7 +137,7 @@ class Transformer(nn.Module):
         self.dim, self.depth = m.dim, m.layers
         self.embed: nn.Module | None = nn.Embedding(m.vocab, m.dim)
         if m.is_classifier:
-            self.embed = nn.Linear(PATCH_DIM, m.dim)
+            self.embed = nn.Linear(m.patch_dim, m.dim)
         self.positions = nn.Embedding(m.max_len, m.dim) if m.positions == "learned" else None
         self.drop = Dropout(m.dropout or 0.0, site=0)
         self.keyed = bool(m.dropout or (m.lora and m.lora.dropout))
@@ -154,7 +153,7 @@ class Transformer(nn.Module):
         positions: Tensor | None = None, keys: Tensor | None = None, smoothing: float = 0.0,
         hidden: Tensor | None = None, rows: Tensor | None = None, length: int | None = None,
     ) -> Tensor:  # fmt: skip
-        # inputs [batch, seq] tokens, or [batch, patches, PATCH_DIM]; hidden [batch, seq, dim] if another stage began;
+        # inputs [batch, seq] tokens, or [batch, patches, values]; hidden [batch, seq, dim] if another stage began;
         # rows and length: indices of these tokens and length of the sequence, if they are not all of it
         if rows is None:
             rows = torch.arange(inputs.shape[1], device=inputs.device)

@@ -146,6 +146,10 @@ class Optimizers:
     no_snapshots = ""
     """Why a step's states are not copied to memory after each step; empty: they are."""
 
+    def tier_report(self) -> dict[str, Any]:
+        """Bytes that states were copied between memories, for reports; empty if they were not."""
+        return {}
+
     def allocate(self) -> None:
         """Create the state by a step of rate 0 on zero gradients, so that a checkpoint can be loaded into it."""
         grads = {name: leaf.grad for name, leaf in self.grad_params.items()}  # they may be views of buckets

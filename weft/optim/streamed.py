@@ -73,6 +73,8 @@ class StreamedOptimizers(Optimizers):
         super().__init__([], model.master_params, {}, model.grad_params, model.compute_params)
         self.mesh, self.ema, self.tiering = mesh, ema, tiering
         self.pending: _Update | None = None
+        self.updates = 0
+        """Steps that were applied to all weights."""
         self.pieces = cut_pieces(
             optim, model, is_block, units, mesh, tiering.shares, tiering.split, tiering.piece_elements
         )
@@ -89,6 +91,20 @@ class StreamedOptimizers(Optimizers):
     def moved(self) -> Counter[tuple[str, str, str, str]]:
         """Bytes copied, by kind, from, to, and phase."""
         return self.stream.moved
+
+    def tier_report(self) -> dict[str, Any]:
+        """Bytes copied since the start by (kind, from, to, phase), and how much of the copying was hidden."""
+        if not self.moved:
+            return {}
+        rows = [
+            {"kind": kind, "from": source, "to": target, "phase": phase, "bytes": size}
+            for (kind, source, target, phase), size in sorted(self.moved.items())
+        ]
+        seconds = self.stream.copies.seconds
+        return {
+            "moved": rows, "updates": self.updates, "copy_s": max(seconds.fetch, seconds.store),
+            "waited_s": seconds.waited, "hidden": seconds.hidden,
+        }  # fmt: skip
 
     def watch(self, root: nn.Module, units: dict[str, nn.Module]) -> None:
         """Update each unit before its forward pass; what is left, at the end of the model's."""
@@ -119,6 +135,7 @@ class StreamedOptimizers(Optimizers):
             self._update_piece(update.left.popleft(), update)
         if not update.left:
             self.pending = None
+            self.updates += 1
 
     def _update_piece(self, piece: Piece, update: _Update) -> None:
         opt = piece.optimizers

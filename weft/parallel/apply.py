@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.comm.algorithms import summing
+from weft.comm.axis import Axis
 from weft.comm.background import BackgroundWorker
 from weft.comm.shards import sharded_axes
 from weft.job.compression import parse_compression
@@ -18,6 +19,7 @@ from weft.job.errors import JobError
 from weft.memory import HostOffload, recompute, recomputed_units, run_in_chunks
 from weft.mesh import Mesh, ranks_of_a_node
 from weft.models.init import initialise
+from weft.models.vision.batch_norm import connect_batch_norms
 from weft.parallel.context.attention import Context, split_context
 from weft.parallel.context.sequence_split import SequenceSplit
 from weft.parallel.data.compression import Compressor, is_compressed
@@ -133,10 +135,20 @@ def spread_stage(
     whole = [n for n, p in data.master_params.items() if split and not {"tp", "ep"}.intersection(sharded_axes(p))]
     partial = tuple(n for n in data.master_params if split and n in split.partial)
     replicated = tuple(n for n in whole if n not in partial)
+    connect_batch_norms(model, _replica_axes(mesh, plan))
     names = dict(model.named_parameters())
     aliases = {n: of for n, of in getattr(model, "aliases", {}).items() if of not in names}
     frozen: dict[str, Tensor] = {aliases.get(n, n): p for n, p in names.items() if not p.requires_grad}
     return SpreadModel(model, data, tp, partial, replicated, frozen, aliases, DelayedScales(model, mesh))
+
+
+def _replica_axes(mesh: Mesh, plan: Plan) -> list[Axis]:
+    """Axes over which batch norms sum: everyone, whose group no other thread uses (ranks of tp and cp count alike), or
+    in a pipeline and between replicas on their own those of the ranks that share a step."""
+    if plan.pp == 1 and not plan.alone:
+        return [] if mesh.everyone is None else [mesh.everyone]
+    names = ("dp_shard",) if plan.alone else ("dp_replicate", "dp_shard")
+    return [axis for name in names if (axis := mesh.axis(name)) is not None]
 
 
 def compressor_of(

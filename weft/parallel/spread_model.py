@@ -104,7 +104,7 @@ class SpreadModel:
 
         `meanwhile` is called after the last backward pass, while gradients are still being reduced.
         """
-        total = torch.zeros((), device=batches[0]["inputs"].device)
+        total = torch.zeros((), device=batches[0]["ids"].device)
         self.begin(scale)
         for i, batch in enumerate(batches):
             self.microbatch(last=i == len(batches) - 1)
@@ -116,12 +116,12 @@ class SpreadModel:
 
     @torch.no_grad()
     def evaluate(self, batches: list[Batch], loss_of: LossOf) -> Tensor:
-        """The summed loss of some batches, without dropout and without changing any state."""
+        """The summed loss of some batches, or other sums, without dropout and without changing any state."""
         self.module.eval()
         losses = [loss_of(self.module, batch) for batch in batches]
         self.data.after_evaluation()
         self.module.train()
-        return torch.stack(losses).sum()
+        return torch.stack(losses).sum(0)
 
     def finish(self, meanwhile: Callable[[], None] = nothing) -> None:
         """Complete the gradients after the last backward pass; a weight that was not used has one of zeros."""

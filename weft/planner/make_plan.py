@@ -16,6 +16,7 @@ from weft.planner.advice.expert_placement import with_copies
 from weft.planner.calibration import Calibration
 from weft.planner.describe import run_lengths
 from weft.planner.estimator import Estimator, make_estimator, run_memory
+from weft.planner.memory.disk_space import endurance_line
 from weft.planner.memory.layout_group import chunk_tokens, host_gib
 from weft.planner.memory.stage_blocks import split_blocks
 from weft.planner.memory.tiers import AUTO_OFFLOADS, OFFLOAD_REASONS, place_states, tier_settings
@@ -168,7 +169,10 @@ def complete_plan(
     if plan.tiered:
         limit = (estimator or make_estimator(job, plan, start.world, start.device, start.memory_gib)).limit_gib
         plan = place_states(job, plan, limit, start.spare, reasons)
-    return job, replace(plan, reasons=tuple(reasons), predicted=_predict(start, plan, estimator))
+    predicted = _predict(start, plan, estimator)
+    if plan.disk_share and (line := endurance_line(job, plan, predicted.get("step_time_s"))):
+        reasons.append(line)
+    return job, replace(plan, reasons=tuple(reasons), predicted=predicted)
 
 
 def runs_here(start: PlanStart) -> bool:

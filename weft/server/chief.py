@@ -38,7 +38,7 @@ from weft.training.initial_weights import published_weights
 from weft.training.metrics import peak_memory_gib
 from weft.training.signals import Signals
 from weft.training.state import State
-from weft.training.step import Stepper
+from weft.training.step import Stepper, evaluation_text
 from weft.watch import logs
 from weft.watch.journal import Journal
 from weft.watch.progress import Progress
@@ -104,7 +104,7 @@ class Chief:
                 master_params[name.removeprefix("model.")].detach().copy_(tensor)
         self.state.model.refresh()
         val = self.stepper.evaluate(self.held_out)
-        self.records.event("eval", f"step {copy.step}: validation loss {val:.4f}", step=copy.step, val_loss=val)
+        self.records.event("eval", f"step {copy.step}: {evaluation_text(val)}", step=copy.step, **val)
 
     def save(self, copy: StateCopy) -> None:
         """Write an ordinary checkpoint, in the format of a single rank."""

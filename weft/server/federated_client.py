@@ -38,7 +38,7 @@ def label_of(dataset: Dataset) -> Callable[[int], int | None]:
     """Return a function that gives the class of a training sample, or None if it has none."""
 
     def label(index: int) -> int | None:
-        targets = np.asarray(dataset.train(index)["targets"])
+        targets = np.asarray(dataset.train(index).get("targets", 0.0))
         return int(targets) if targets.ndim == 0 and np.issubdtype(targets.dtype, np.integer) else None
 
     return label
@@ -58,7 +58,7 @@ def client_batches(worker: Worker, client: int, step: int) -> list[Batch]:
     ids = np.arange(step * size, (step + 1) * size, dtype=np.int64)
     indices = own[sample_index(job.train.seed + 1 + client, ids, len(own))]
     parts = BatchShares.even(size, worker.plan.microbatch, 1).slices(0)
-    return read_samples(worker.dataset, ids + (client << 40), indices, parts)
+    return read_samples(worker.dataset, ids + (client << 40), indices, parts, len(own))
 
 
 def train_client(worker: Worker, task: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from weft.training.metrics import StepMetrics, peak_memory_gib
 from weft.training.pipeline_timeline import recording
 from weft.training.session import Session
 from weft.training.signals import Signals
+from weft.training.step import evaluation_text
 from weft.watch.progress import Progress
 
 
@@ -42,9 +43,9 @@ def fit(session: Session, signals: Signals) -> Exit:
             session.now("eval")
             state.agree()
             val = stepper.evaluate(held_out)
-            session.event("eval", step=state.step, val_loss=val)
-            progress.note(f"step {state.step}: validation loss {val:.4f}")
-            return {"val_loss": val}
+            session.event("eval", step=state.step, **val)
+            progress.note(f"step {state.step}: {evaluation_text(val)}")
+            return val
 
         tracer = session.tracer
         metrics = StepMetrics(job, session.plan, session.mesh, state, write, signals, session.guards, tracer,
@@ -99,6 +100,8 @@ def fit(session: Session, signals: Signals) -> Exit:
         "predicted": session.plan.predicted,
         "measured": {"memory_gib": peak_memory_gib(device), "step_time_s": metrics.last.get("step_time_s")},
     }
+    if tiers := state.optimizers.tier_report():
+        summary["tiers"] = tiers
     session.event("stop" if stopped else "done", **summary, **({"code": int(stopped)} if stopped else {}))
     return stopped or Exit.DONE
 

@@ -99,6 +99,7 @@ class Session:
             dp_rank=mesh.dp_rank(self.plan), dp_size=self.plan.dp, prefetch=job.data.prefetch,
             start_step=self.state.step, start_sample=self.state.samples, record=record,
             pin=mesh.device.type == "cuda", ramp=job.train.ramp, fixed_parts=self.plan.pp > 1,
+            drop_last=job.data.drop_last,
         )  # fmt: skip
         return self.guards.attach(loader)
 

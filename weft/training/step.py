@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from weft.comm.axis import Pending
 from weft.job.schema import Job
 from weft.mesh import Mesh
-from weft.models.build_model import loss_sum
+from weft.models.build_model import logits, loss_sum
+from weft.models.user.eval_metrics import EvalMetrics
+from weft.models.user.module import call_module, without_padding
+from weft.models.user.named_losses import losses_of
 from weft.optim.clip import grad_norm
 from weft.optim.schedule import learning_rate
 from weft.parallel.context.sequence_split import SequenceSplit
@@ -97,15 +100,44 @@ class Stepper:
         return learning_rate(self.job, self.state.step + 1)
 
     @torch.no_grad()
-    def evaluate(self, steps: list[list[Batch]]) -> float:
-        """Mean loss over the valid targets of some batches, the same on every rank."""
+    def evaluate(self, steps: list[list[Batch]]) -> dict[str, float]:
+        """val_loss, the mean over the valid targets of some batches, and the job's metrics, the same on every rank."""
         batches = [b for step in steps for b in step]
-        loss = self.state.model.evaluate(self.local(batches), self.loss_of(0.0)).double()
+        metrics = EvalMetrics(self.job.model, self.job.train.metrics)
+        loss_of = self.loss_of(0.0) if metrics.plain and not self.job.model.module else self.evaluation_of(metrics)
+        found = self.state.model.evaluate(self.local(batches), loss_of).double().reshape(-1)
         count = torch.stack([b["valid"].sum() for b in batches]).sum().double()
-        sums = torch.stack([loss, count / (self.plan.pp * self.plan.cp)])
+        sums = torch.cat([found, count.reshape(1) / (self.plan.pp * self.plan.cp)])
         if self.mesh.everyone is not None:
             self.mesh.everyone.all_reduce(sums)  # every rank of a tp group adds the same: the ratio stays
-        return float(sums[0] / sums[1].clamp(min=1))
+        rows = {part: self._gathered(torch.cat(held)) for part, held in metrics.rows.items()}
+        *values, total = sums.tolist()
+        return metrics.figures(values, total, rows)
+
+    def evaluation_of(self, metrics: EvalMetrics) -> LossOf:
+        """The sums of an evaluation, as the spread model calls them."""
+        seed, dtype, model = self.job.train.seed, COMPUTE_DTYPES[self.plan.precision], self.job.model
+
+        def sums(module: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Tensor:
+            if model.module:
+                batch = without_padding(batch)
+                outputs = call_module(module, batch, model, dtype)
+                return metrics.sums(losses_of(outputs, batch, model), outputs, batch)
+            loss = loss_sum(module, batch, model, seed=seed, dtype=dtype)
+            return metrics.sums({"loss": loss}, logits(module, batch, seed=seed, dtype=dtype), batch)
+
+        return sums
+
+    def _gathered(self, rows: Tensor) -> Tensor:
+        """The rows of all ranks, on the host."""
+        axis = self.mesh.everyone
+        if axis is None:
+            return rows.cpu()
+        sizes = axis.all_gather(torch.tensor([len(rows)], device=rows.device), 0).tolist()
+        padded = rows.new_zeros(max(sizes), rows.shape[1])
+        padded[: len(rows)] = rows
+        gathered = axis.all_gather(padded, 0).cpu().split(max(sizes))
+        return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
 
     def loss_of(self, smoothing: float) -> LossOf:
         """The job's loss, as the spread model calls it."""
@@ -137,3 +169,9 @@ class Stepper:
         same = axis.size // (self.plan.dp // self.apart)  # ranks of the axis that read the same samples
         count = count / same
         return count, axis.start_all_reduce(count)
+
+
+def evaluation_text(figures: dict[str, float]) -> str:
+    """The figures of an evaluation, as text."""
+    rest = [f"{name.removeprefix('val_')} {value:.4f}" for name, value in figures.items() if name != "val_loss"]
+    return ", ".join([f"validation loss {figures['val_loss']:.4f}", *rest])

@@ -21,7 +21,6 @@ from weft.comm.fake_internals import real_meshes
 from weft.comm.shards import local_of
 from weft.job.errors import JobError
 from weft.job.schema import Job
-from weft.job.shapes import PATCH_DIM
 from weft.memory.tracer import Tracer
 from weft.mesh import Mesh, connect, fake_mesh
 from weft.parallel.pipeline.executor import Pipelined
@@ -158,7 +157,7 @@ def make_batch(job: Job, plan: Plan) -> Batch:
         vectors = torch.zeros(size, model.dim or 0)
         return {**batch, "inputs": vectors, "targets": vectors.clone(), "valid": torch.ones(size, dtype=torch.bool)}
     if model.is_classifier:
-        classes, patches = torch.zeros(size, dtype=torch.int64), torch.zeros(size, seq, PATCH_DIM)
+        classes, patches = torch.zeros(size, dtype=torch.int64), torch.zeros(size, seq, model.patch_dim)
         return {**batch, "inputs": patches, "targets": classes, "valid": torch.ones(size, dtype=torch.bool)}
     batch |= {"inputs": tokens, "targets": tokens.clone(), "valid": torch.ones(size, seq, dtype=torch.bool)}
     if job.data.mask_documents:

@@ -20,13 +20,14 @@ from weft.data.dataset import open_dataset
 from weft.data.loader import Loader, to_device
 from weft.hardware.probe import probe
 from weft.hardware.shared_devices import multi_process_service
-from weft.job.errors import JobError, MachineError, WeftError
+from weft.job.errors import FitError, JobError, MachineError, WeftError
 from weft.job.load import parse_job
 from weft.job.schema import Experts, Job
 from weft.job.shapes import resolve
 from weft.launch.rank_pool import RankFailed, RankPool
 from weft.mesh import Mesh, connect
 from weft.planner import RUNNABLE, Plan, check, make_plan
+from weft.planner.model.counts import count_parameters
 from weft.planner.rules.layout_syntax import parse_layouts, ranks
 from weft.training.build import build_state
 from weft.training.step import Stepper
@@ -121,7 +122,7 @@ def trace_on(mesh: Mesh, job: Job, plan: Plan, steps: int, folder: str, referenc
     start = {n: whole(m) for n, m in state.optimizers.masters().items()}
     loader = Loader(
         open_dataset(job), seed=job.train.seed, global_batch=job.train.global_batch, microbatch=plan.microbatch,
-        dp_rank=mesh.dp_rank(plan), dp_size=plan.dp, prefetch=0,
+        dp_rank=mesh.dp_rank(plan), dp_size=plan.dp, prefetch=0, drop_last=job.data.drop_last,
     )  # fmt: skip
     for _, batches in zip(range(steps), loader, strict=False):
         grads = stepper.gradients([to_device(b, mesh.device) for b in batches])
@@ -187,6 +188,7 @@ def prove(
     job = small(job) if shrink else job
     reference_job, plan = make_plan(with_layout(job, {"dp_replicate": 1, "dp_shard": 1}))
     check(reference_job, plan, RUNNABLE)
+    check_proof_fits(reference_job, plan, steps)
     verdicts: list[Verdict] = []
     with (
         open_pool(job, max(ranks(section) for _, section in named)) if pool is None else nullcontext(pool) as pool,
@@ -200,6 +202,21 @@ def prove(
             verdicts.append(verdict)
             on_verdict(verdict)
     return verdicts
+
+
+def check_proof_fits(job: Job, plan: Plan, steps: int) -> None:
+    """Refuse a proof whose reference does not fit into this machine's memory: what one process trains, and fp32 copies
+    of the weights before and after, the moments and the gradients of every step."""
+    counts = None if job.model.module else count_parameters(job.model)
+    if counts is None:
+        return
+    trained = plan.predicted.get("states_gib", 0.0) if plan.device == "cpu" else 0.0
+    needed = trained + 4 * counts.total * (4 + steps) / 2**30
+    if needed > (limit := probe().memory_gib):
+        raise FitError(
+            f"the proof of a model of {counts.total / 1e9:.1f}B parameters over {steps} steps needs {needed:.1f} GiB "
+            f"of host memory, and this machine has {limit:.1f}; --shrink proves a small model of the same kind"
+        )
 
 
 @contextmanager

@@ -25,7 +25,20 @@ def closing_lines(run: RunDir) -> list[str]:
         return [f"stopped at step {end.get('step')} before another was done; the same command continues from here"]
     status = "done" if end["event"] == "done" else "stopped and saved; the same command continues from here"
     lines = [f"{status}: step {end.get('step')}, {duration(end.get('seconds'))}{_losses(events, records)}"]
-    return lines + _predicted_and_measured(end, records)
+    return lines + _predicted_and_measured(end, records) + tier_lines(end)
+
+
+def tier_lines(end: dict[str, Any]) -> list[str]:
+    """What was copied between memories in a step, from the event at the end of a run."""
+    tiers = end.get("tiers") or {}
+    updates = tiers.get("updates") or 0
+    if not updates:
+        return []
+    sums: dict[tuple[str, str], float] = {}
+    for row in tiers["moved"]:
+        sums[row["from"], row["to"]] = sums.get((row["from"], row["to"]), 0.0) + row["bytes"] / updates / 2**30
+    ways = ", ".join(f"{gib:.3g} GiB {source} → {target}" for (source, target), gib in sorted(sums.items()))
+    return [f"states in a step: {ways}; {tiers['hidden']:.0%} of the copying ran beside the computation"]
 
 
 def _losses(events: list[dict[str, Any]], records: list[dict[str, Any]]) -> str:

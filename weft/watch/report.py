@@ -46,6 +46,7 @@ def write_report(run: RunDir) -> Path:
             _experts(records),
             pipeline_card(_text(run.pipeline)),
             _predicted(records, plan),
+            _tiers(events, plan),
             _mesh(plan),
             _slices(_json(run.slices)),
             _events(events),
@@ -107,6 +108,39 @@ def _predicted(records: Sequence[Record], plan: Record) -> str:
 <div class="scroll"><table class="list"><tr><th>figure</th><th class="n">predicted</th><th class="n">measured</th>\
 <th class="n">measured / predicted</th></tr>{"".join(rows)}</table></div>"""
     return section("Predicted beside measured", inner)
+
+
+def _tiers(events: Sequence[Record], plan: Record) -> str:
+    """What lives where, and what was copied between memories."""
+    try:
+        table = html_table(
+            ("what", "home", "GiB", "copied each way in a step, GiB"),
+            [(row["kind"], row["home"], row["gib"], row["moved_gib"]) for row in plan.get("homes") or ()],
+        )
+        tiers = next((e["tiers"] for e in reversed(events) if e.get("tiers")), None)
+        if tiers is not None:
+            table += (
+                f'<p class="caption">Copied in {tiers["updates"]:,.0f} steps. {tiers["hidden"]:.0%} of the copying ran '
+                f"beside the computation: it took {tiers['copy_s']:.3g} s in the busier direction, and the computation "
+                f"waited {tiers['waited_s']:.3g} s.</p>"
+            )
+            rows = [(r["kind"], r["from"], r["to"], r["phase"], r["bytes"] / 2**30) for r in tiers["moved"]]
+            table += html_table(("what", "from", "to", "phase", "GiB"), rows)
+    except (TypeError, ValueError, KeyError, AttributeError):  # a damaged file
+        return ""
+    return section("Memory tiers", table) if plan.get("homes") else ""
+
+
+def html_table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table; numbers are aligned to the right."""
+
+    def cell(value: Any) -> str:
+        shown = f"{value:,.4g}" if isinstance(value, float | int) else str(value)
+        return f'<td class="{"n" if isinstance(value, float | int) else "any"}">{esc(shown)}</td>'
+
+    body = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
+    top = "".join(f"<th>{esc(head)}</th>" for head in heads)
+    return f'<div class="scroll"><table class="list"><tr>{top}</tr>{body}</table></div>'
 
 
 def _mesh(plan: Record) -> str:

@@ -48,6 +48,13 @@ MODELS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         ("cp 4 ulysses", "cp 2 × tp 2"),
         {"model": {"family": "vit", "vocab": 5}, "data": {"seq_len": 9}},
     ),
+    "latent attention": (
+        ("cp 4 ring", "cp 2 ulysses × tp 2", "cp 2 × pp 2"),
+        {
+            "model": {"head_dim": 12, "rope_dim": 4, "latent": {"q_rank": 8, "kv_rank": 6, "v_dim": 8}},
+            "data": {"seq_len": 9},
+        },
+    ),
 }  # fmt: skip
 
 

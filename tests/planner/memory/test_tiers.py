@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from weft.job import parse_job
 from weft.job.errors import FitError, JobError
 from weft.planner import make_plan
+from weft.planner.memory.disk_space import check_checkpoint_space, endurance_line
 
 
 def job(memory: dict[str, Any], **more: Any) -> Any:
@@ -34,6 +37,33 @@ def test_states_are_ten_bytes_a_parameter() -> None:
     _, plan = make_plan(job({"offload": "states", "host_gib": 100}))
     host = {row["kind"]: row["gib"] * 2**30 / 8.03e9 for row in plan.homes if row["home"] == "host"}
     assert host == pytest.approx({"low halves": 2, "moments": 8}, rel=1e-3)
+
+
+def test_writes_to_a_disk_stand_beside_its_endurance(tmp_path: Path) -> None:
+    memory = {"offload": "states", "host_gib": 10, "disk": str(tmp_path), "disk_gib": 100, "disk_tbw": 500}
+    _, plan = make_plan(job(memory))
+    written = sum(row["moved_gib"] for row in plan.homes if row["home"] == "disk") * 2**30
+    daily = written * 86400 / plan.predicted["step_time_s"]
+    (line,) = [reason for reason in plan.reasons if "endurance" in reason]
+    assert line.endswith(f"an endurance of 500 TB (memory.disk_tbw) lasts {500e12 / daily:,.0f} days")
+    assert "usual for" in str(endurance_line(job({**memory, "disk_tbw": None}), plan, 1.0))
+    with pytest.raises(JobError, match=r"memory\.disk_tbw=500 needs the folder that it is about"):
+        make_plan(job({"offload": "states", "disk_tbw": 500}))
+
+
+def test_a_checkpoint_that_the_disk_cannot_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = {"offload": "states", "host_gib": 10, "disk": str(tmp_path), "disk_gib": 100}
+    made, plan = make_plan(job(memory, runs_dir=str(tmp_path)))
+    size, states = 12 * 8.03e9 / 2**30, sum(row["gib"] for row in plan.homes if row["home"] == "disk")
+    real = shutil.disk_usage(tmp_path)
+    for free in (size - 1, size + states - 1, size + states + 1):
+        usage = real._replace(free=int(free * 2**30))
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
+        if free > size + states:
+            check_checkpoint_space(made, plan)
+            continue
+        with pytest.raises(FitError, match=rf"of 89\.7\d GiB does not fit besides {states:.2f} GiB of states"):
+            check_checkpoint_space(made, plan)
 
 
 def test_what_is_refused() -> None:

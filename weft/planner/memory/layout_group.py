@@ -11,7 +11,6 @@ import numpy as np
 from weft.hardware.probe import probe
 from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job
-from weft.job.shapes import PATCH_DIM
 from weft.planner.engine_constants import (
     CODED_ELEMENTS,
     LONG_SEQUENCE_CHUNK,
@@ -281,7 +280,7 @@ class LayoutGroup:
         if model.is_stack:
             return size * (8.0 + 2 * FP32_BYTES * (model.dim or 0) + 1)
         if model.is_classifier:
-            return size * (8.0 + FP32_BYTES * seq * PATCH_DIM + 8 + 1)
+            return size * (8.0 + FP32_BYTES * seq * model.patch_dim + 8 + 1)
         return size * (8.0 + seq * (8 + 8 + 1 + (16 if self.job.data.mask_documents else 0)))
 
     def _neighbours(self) -> Size:

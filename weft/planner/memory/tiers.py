@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from weft.job.errors import FitError
 from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job
 from weft.planner.engine_constants import STREAM_SLOTS, STREAMED_PIECE_ELEMENTS
+from weft.planner.memory.disk_space import free_gib
 from weft.planner.memory.engine_memory import EngineMemory, Place
 from weft.planner.memory.layout_group import GIB, host_gib
 from weft.planner.memory.states import low_half_bytes, stored_bytes
@@ -75,7 +74,7 @@ def _host_budget(job: Job, world: int) -> float:
 def _disk_budget(job: Job, plan: Plan, world: int) -> float:
     """GiB of memory.disk for the states of a rank."""
     assert job.memory.disk is not None
-    return job.memory.disk_gib or _free_gib(job.memory.disk) * DISK_SHARE * plan.nodes / world
+    return job.memory.disk_gib or free_gib(job.memory.disk) * DISK_SHARE * plan.nodes / world
 
 
 def state_bytes_per_parameter(job: Job, split: bool) -> float:
@@ -160,11 +159,3 @@ def _shares(job: Job, plan: Plan, total: float, share: float, spare: bool, reaso
         )
     reasons.append(f"{need:.2f} GiB of states are on disk: host memory has {budget:.2f} GiB for them")
     return host, share - host
-
-
-def _free_gib(folder: str) -> float:
-    """Free space where a folder is, or will be made."""
-    path = Path(folder).expanduser().resolve()
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return shutil.disk_usage(path).free / GIB

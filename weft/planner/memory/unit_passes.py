@@ -157,9 +157,7 @@ def _embedding(m: Model, z: Sizes, layouts: Layouts) -> PassBytes:
     kept = out + (z.tokens * 9 if z.tp else 0)
     table = 0.0 * whole if m.is_classifier else np.ceil((m.vocab or 0) / layouts.tp) * z.dim * z.c
     if m.is_classifier:
-        from weft.job.shapes import PATCH_DIM
-
-        table = table + PATCH_DIM * z.dim * z.c
+        table = table + m.patch_dim * z.dim * z.c
     if learned:
         table = np.maximum(table, (m.max_len or 0) * z.dim * z.c)
     table = table * (m.lora is None)

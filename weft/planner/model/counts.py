@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from math import prod
 
 from weft.job.schema import Model
-from weft.job.shapes import PATCH_DIM
 from weft.planner.model.weight_table import weights_of
 
 
@@ -91,7 +90,9 @@ def part_costs(model: Model, seq_len: int) -> list[float]:
     if model.is_stack:
         return [0.0, *blocks, 0.0]
     dim = model.dim or 0
-    lookup = 6.0 * PATCH_DIM * dim if model.is_classifier else 6.0 * dim  # rows are read and added to, not multiplied
+    lookup = (
+        6.0 * model.patch_dim * dim if model.is_classifier else 6.0 * dim
+    )  # rows are read and added to, not multiplied
     head = 6.0 * (model.vocab or 0) * dim / (seq_len if model.is_classifier else 1)
     return [lookup, *blocks, head]
 

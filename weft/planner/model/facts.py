@@ -14,7 +14,7 @@ import numpy as np
 from weft.hardware.catalog import Device, find_device, find_network
 from weft.hardware.prices import price_of
 from weft.job.schema import Job, Model
-from weft.job.shapes import PATCH_DIM, resolve
+from weft.job.shapes import resolve
 
 Size = Any
 """A number, or an array of them."""
@@ -207,7 +207,7 @@ def model_facts(job: Job) -> ModelFacts:
         qkv_bias=int(model.biases[0]), out_bias=int(model.biases[1]), mlp_bias=int(model.biases[2]),
         norm_rows=2 if model.norm == "layernorm" and model.bias else 1, qk_norm=_qk_norm_values(model),
         block_norms=4 if model.norm_at == "both" else 2,
-        embedding_rows=PATCH_DIM + 1 if vit else model.vocab, head_share=1 / job.data.seq_len if vit else 1.0,
+        embedding_rows=model.patch_dim + 1 if vit else model.vocab, head_share=1 / job.data.seq_len if vit else 1.0,
         head_low=int(job.fp8.head), frozen=int(model.lora is not None), **extra, **_latent(model),
     )  # fmt: skip
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from weft.job.lora import Lora
 from weft.job.model import FAMILIES
 from weft.job.schema import Latent, Model
-from weft.job.shapes import PATCH_DIM
 
 Shape = tuple[int, ...]
 
@@ -70,7 +69,7 @@ def _transformer(m: Model, sequence: bool, first: int, end: int, begins: bool, e
     dim, vocab = _int(m.dim), _int(m.vocab)
     if begins:
         if m.is_classifier:
-            yield Weight("embed.weight", (dim, PATCH_DIM), "", None, sequence)
+            yield Weight("embed.weight", (dim, m.patch_dim), "", None, sequence)
             yield Weight("embed.bias", (dim,), "", None, sequence)
         else:
             yield Weight("embed.weight", (vocab, dim), "", 0)

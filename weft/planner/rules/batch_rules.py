@@ -38,6 +38,28 @@ def ramp_rule(job: Job, plan: Plan) -> str | None:
     return None
 
 
+def drop_last_rule(job: Job, plan: Plan) -> str | None:
+    """data.drop_last ends epochs with batches of one size, which every rank reads."""
+    if not job.data.drop_last:
+        return None
+    if job.train.batch_ramp:
+        return (
+            "data.drop_last=true ends an epoch with a whole batch, and train.batch_ramp changes its size; leave one out"
+        )
+    if job.train.sync.mode in ("server", "federated"):
+        return f"data.drop_last=true does not support train.sync={job.train.sync.mode}; leave drop_last out"
+    return None
+
+
+def metrics_rule(job: Job, plan: Plan) -> str | None:
+    """Metrics compare a model's outputs, which no rank has whole under tp and pp."""
+    wanted = [name for name in job.train.metrics if name != "perplexity"]
+    if job.model.module or not wanted or plan.tp == plan.pp == 1:
+        return None
+    axis = f"parallel.tp={plan.tp}" if plan.tp > 1 else f"parallel.pp={plan.pp}"
+    return f"train.metrics={wanted[0]} needs a model's whole outputs, which {axis} splits; tp=1, pp=1 would work"
+
+
 def microbatch_rule(job: Job, plan: Plan) -> str | None:
     """microbatch × accumulation is a rank's share of the global batch."""
     if batch_rule(job, plan):

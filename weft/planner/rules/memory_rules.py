@@ -56,14 +56,15 @@ def tiers_rule(job: Job, plan: Plan) -> str | None:
     """States outside of the device need an optimizer of this rank's own, and settings that have an effect."""
     memory = job.memory
     offloads = memory.offload in ("states", "all", "auto")
-    for name in ("offload_fraction", "disk", "disk_gib"):
+    for name in ("offload_fraction", "disk", "disk_gib", "disk_tbw"):
         if name in memory.model_fields_set and getattr(memory, name) not in (None, "auto") and not offloads:
             return (
                 f"memory.{name}={getattr(memory, name)} has no effect with memory.offload={memory.offload}; "
                 "memory.offload=states would work"
             )
-    if memory.disk_gib and not memory.disk:
-        return f"memory.disk_gib={memory.disk_gib:g} needs the folder that it limits; add memory.disk=FOLDER"
+    for name in ("disk_gib", "disk_tbw"):
+        if getattr(memory, name) and not memory.disk:
+            return f"memory.{name}={getattr(memory, name):g} needs the folder that it is about; add memory.disk=FOLDER"
     if (memory.split_master is True or plan.states == "24bit-master") and not plan.split_master:
         what = f"{plan.world} ranks" if plan.world > 1 else f"precision={plan.precision}"
         what = f"model.module={job.model.module}" if job.model.module else what

@@ -30,7 +30,9 @@ class Links:
         if measured is None:
             return cls(LINK_GB_S[device])
         host = measured.both_ways_gb_s or 0.9 * (measured.to_device_gb_s or LINK_GB_S[device] / 0.9)
-        return cls(host, measured.disk_read_gb_s, measured.disk_write_gb_s)
+        host = min(host, measured.beside_gb_s or host)
+        read = measured.states_read_gb_s or measured.disk_read_gb_s
+        return cls(host, read, measured.states_write_gb_s or measured.disk_write_gb_s)
 
 
 def streamed_step_s(step_s: Size, forward_s: Size, host: Size, disk: Size, ahead: Size, links: Links) -> Size:

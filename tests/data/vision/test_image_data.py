@@ -1,0 +1,170 @@
+"""Images from every format of files, and augmentation that depends on (seed, image, epoch) alone."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from weft.data.dataset import open_dataset
+from weft.data.vision import augment
+from weft.data.vision.idx_files import FILES
+from weft.job import JobError, parse_job
+from weft.job.data import ImageData
+from weft.job.shapes import resolve
+
+
+def picture(number: int, colours: int = 1, size: int = 12) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, 256, (size, size, colours), dtype=np.uint8)
+
+
+def encoded(pixels: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(file, "png")
+    return file.getvalue()
+
+
+def write_idx(folder: Path, counts: tuple[int, int] = (20, 6), end: str = "") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for start, count, images, labels in ((0, counts[0], *FILES[:2]), (100, counts[1], *FILES[2:])):
+        pixels = np.stack([picture(start + i)[..., 0] for i in range(count)])
+        classes = np.arange(count, dtype=np.uint8) % 3
+        for name, array in ((images, pixels), (labels, classes)):
+            head = bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
+            content = head + array.tobytes()
+            (folder / f"{name}{end}").write_bytes(gzip.compress(content) if end else content)
+    return folder
+
+
+def open_images(source: Path | str, model: dict[str, Any] | None = None, **images: Any) -> Any:
+    raw = {"model": model or {"module": "m:M"}, "data": {"source": str(source), "images": images or None}}
+    return open_dataset(resolve(parse_job(raw)))
+
+
+@pytest.mark.parametrize(("inner", "end"), [(".", ""), ("MNIST/raw", ".gz")])
+def test_idx(tmp_path: Path, inner: str, end: str) -> None:
+    write_idx(tmp_path / inner, end=end)
+    data = open_images(tmp_path)
+    assert (data.train_len, data.val_len) == (20, 6)
+    sample = data.val(4)
+    assert sample["inputs"].shape == (1, 12, 12)
+    assert np.allclose(sample["inputs"][0] * 0.5 + 0.5, picture(104)[..., 0] / 255)
+    assert (int(sample["targets"]), sample["valid"].shape) == (1, ())
+
+
+def test_folder_tar_and_parquet_give_the_same_images(tmp_path: Path) -> None:
+    folder, shards = tmp_path / "folder", tmp_path / "shards"
+    shards.mkdir()
+    rows = [(picture(i, 3), i % 3) for i in range(10)]
+    for part, name in ((rows[:8], "train"), (rows[8:], "val")):
+        with tarfile.open(shards / f"{name}-000.tar", "w") as archive:
+            for i, (pixels, label) in enumerate(part):
+                path = folder / name / "abc"[label] / f"{i}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(encoded(pixels))
+                for end, content in (("png", encoded(pixels)), ("cls", str(label).encode())):
+                    member = tarfile.TarInfo(f"{i:03}.{end}")
+                    member.size = len(content)
+                    archive.addfile(member, io.BytesIO(content))
+        table = arrow.table({"image": [{"bytes": encoded(p)} for p, _ in part], "label": [label for _, label in part]})
+        parquet.write_table(table, tmp_path / f"{name}.parquet")
+    resnet = {"family": "resnet", "layers": 18, "vocab": 3}
+    found = [open_images(folder, resnet), open_images(shards, format="tar"), open_images(tmp_path, format="parquet")]
+    assert [(d.train_len, d.val_len, d.classes) for d in found] == [(8, 2, 3)] * 3
+    tar, columns = found[1], found[2]
+    assert all(np.array_equal(tar.train(i)["inputs"], columns.train(i)["inputs"]) for i in range(8))
+    images = [sorted((int(s["targets"]), s["inputs"].tobytes()) for s in map(d.train, range(8))) for d in found]
+    assert images[0] == images[1]
+
+
+def test_held_out_images_of_one_folder_are_of_all_classes(tmp_path: Path) -> None:
+    for i in range(40):
+        path = tmp_path / ("a" if i < 20 else "b") / f"{i}.png"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(encoded(picture(i)))
+    data = open_images(tmp_path, size=6)
+    assert (data.train_len, data.val_len) == (36, 4)
+    seen = {data.train(i)["inputs"].tobytes() for i in range(36)} | {data.val(i)["inputs"].tobytes() for i in range(4)}
+    assert len(seen) == 40
+    assert data.train(0)["inputs"].shape == (1, 6, 6)
+
+
+def test_augmentation_is_a_function_of_seed_image_and_epoch(tmp_path: Path) -> None:
+    options = {"crop": 0.3, "flip": 0.5, "shift": 2, "erase": 0.5, "mixup": 0.8, "cutmix": 1.0}
+    source = write_idx(tmp_path)
+    first, second = (open_images(source, {"module": "m:M", "vocab": 3}, **options) for _ in "ab")
+    order = [(i, epoch) for i in range(20) for epoch in (0, 1)]
+    one = {at: first.train(*at) for at in order}
+    two = {at: second.train(*at) for at in reversed(order)}
+    assert all(np.array_equal(one[at][key], two[at][key]) for at in order for key in ("inputs", "targets"))
+    assert sum(np.array_equal(one[i, 0]["inputs"], one[i, 1]["inputs"]) for i in range(20)) < 3
+    assert all(np.isclose(sample["targets"].sum(), 1) for sample in one.values())
+    assert first.val(0)["targets"].dtype == np.int64
+
+
+def test_operations_have_their_definitions() -> None:
+    pixels = picture(3, 3, 20)
+    wide = torch.from_numpy(pixels).permute(2, 0, 1)[None].float()
+    wanted = F.interpolate(wide, (9, 7), mode="bilinear", antialias=True)[0].round().to(torch.uint8).permute(1, 2, 0)
+    assert np.array_equal(augment.resized(pixels, 9, 7), wanted.numpy())
+    assert augment.fitted(pixels[:10], 5).shape == (5, 5, 3)
+    moved = augment.shifted(pixels, 2, -3)
+    assert np.array_equal(moved[2:, :-3], pixels[:-2, 3:])
+    assert not moved[:2].any()
+    a, b = (augment.plain(picture(i), ImageData()) for i in (1, 2))
+    mix, share = augment.mixed(a, b, ImageData(mixup=1.0), np.random.default_rng(1))
+    assert np.allclose(mix, share * a + (1 - share) * b, atol=1e-6)
+    cut, share = augment.mixed(a, b, ImageData(cutmix=1.0), np.random.default_rng(5))
+    assert share == pytest.approx(float((cut == a).mean()), abs=0.02)
+    for seed in range(20):
+        top, left, height, width = augment.crop_box(30, 20, 0.1, np.random.default_rng(seed))
+        assert 0 <= top <= 30 - height
+        assert 0 <= left <= 20 - width
+        assert height * width >= 0.08 * 600
+
+
+def test_synthetic_images_for_a_resnet() -> None:
+    data = open_images("synthetic", {"family": "resnet", "layers": 18, "vocab": 7}, size=8)
+    assert data.train(3)["inputs"].shape == (3, 8, 8)
+    assert 0 <= int(data.train(3)["targets"]) < 7
+
+
+def test_patches_for_a_vit(tmp_path: Path) -> None:
+    source, vit = write_idx(tmp_path), {"family": "vit", "dim": 16, "layers": 1, "heads": 2, "patch": 6, "channels": 1}
+    raw = {"model": {**vit, "vocab": 3}, "data": {"source": str(source), "seq_len": 4}}
+    assert open_dataset(resolve(parse_job(raw))).train(0)["inputs"].shape == (4, 36)
+    raw["data"]["seq_len"] = 16  # type: ignore[index]
+    with pytest.raises(JobError, match=r"has 4 patches of model.patch=6; write data.seq_len=4"):
+        open_dataset(resolve(parse_job(raw)))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda p: (p / FILES[0]).write_bytes(b"\0\0\x08\x03\0\0"), "is damaged: it has"),
+        (lambda p: (p / FILES[0]).write_bytes(b"hello"), "is not an idx file of bytes"),
+        (lambda p: write_idx(p / "x", (4, 2)).joinpath(FILES[1]).rename(p / FILES[1]), "pixels for"),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path: Path, change: Any, says: str) -> None:
+    write_idx(tmp_path)
+    change(tmp_path)
+    with pytest.raises(JobError, match=says):
+        open_images(tmp_path)
+
+
+def test_models_that_take_no_images_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"gives images, and model.family llama does not take them"):
+        open_images(write_idx(tmp_path), {"shape": "tiny"})
+    with pytest.raises(JobError, match=r"has 3 classes, and the model 2; write model.vocab=3"):
+        open_images(tmp_path, {"module": "m:M", "vocab": 2})

@@ -1,0 +1,165 @@
+"""Loops of your own that tests run on ranks, and the same loops in plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import weft.hvd as hvd
+from weft.adapters.accelerator import Accelerator
+from weft.adapters.deepspeed_engine import initialize
+from weft.job.schema import Job, Parallel
+
+STEPS = 4
+
+
+def data(samples: int = 32) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(
+        torch.randn(samples, 8, generator=generator), torch.randint(4, (samples,), generator=generator)
+    )
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def plain_losses(lr: float = 1e-2, clip: float = 0.5, steps: int = STEPS) -> list[float]:
+    """One process, batches of 8."""
+    model, found = net(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    for inputs, targets in list(DataLoader(data(), batch_size=8))[:steps]:
+        loss = functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def _mean(loss: Tensor, accelerator: Accelerator) -> float:
+    return float(accelerator.reduce(loss.detach(), "mean"))
+
+
+def accelerate_losses(
+    parallel: dict[str, Any], folder: str, resume: bool = False, precision: str = "no"
+) -> list[float]:
+    """Half of the steps and a checkpoint, or the other half from it."""
+    job = Job(parallel=Parallel(**parallel)) if parallel else None
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, job=job)
+    model = net(accelerator.process_index)  # rank 0's weights are used
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader: Any = DataLoader(data(), batch_size=8 // accelerator.num_processes)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if resume:
+        accelerator.load_state(folder)
+        loader = accelerator.skip_first_batches(loader, STEPS // 2)
+    found = []
+    for _, (inputs, targets) in zip(range(STEPS // 2), loader, strict=False):
+        loss = functional.cross_entropy(model(inputs), targets)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(_mean(loss, accelerator))
+    if not resume:
+        accelerator.save_state(folder)
+    accelerator.end_training()
+    return found
+
+
+def deepspeed_losses(stage: int) -> list[float]:
+    config = {
+        "train_batch_size": 8, "gradient_accumulation_steps": 1, "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage},
+    }  # fmt: skip
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, _, loader, _ = initialize(model=model, optimizer=optimizer, training_data=data(), config=config)
+    assert loader is not None and engine.zero_optimization_stage() == stage
+    found = []
+    for inputs, targets in loader:
+        loss = functional.cross_entropy(engine(inputs), targets)
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    engine.mesh.close()
+    return found
+
+
+def horovod_values(compression: str) -> dict[str, Any]:
+    """Collectives, and the weights after steps of DistributedOptimizer with two passes a step."""
+    hvd.init()
+    rank = hvd.rank()
+    found: dict[str, Any] = {
+        "sum": hvd.allreduce(torch.tensor([rank + 1.0]), op=hvd.Sum).item(),
+        "mean": hvd.allreduce(torch.full((3,), float(rank)), compression=hvd.Compression.fp16).tolist(),
+        "rows": hvd.allgather(torch.full((rank + 1, 1), rank)).flatten().tolist(),
+        "root": hvd.broadcast(torch.tensor([rank]), root_rank=1).item(),
+        "all": hvd.alltoall(torch.arange(4) + 10 * rank).tolist(),
+        "object": hvd.broadcast_object({"rank": rank}),
+    }
+    model = net(rank)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters(), compression,
+        backward_passes_per_step=2,
+    )  # fmt: skip
+    hvd.broadcast_parameters(model.state_dict())
+    hvd.broadcast_optimizer_state(optimizer)
+    inputs, targets = data().tensors
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in range(2):
+            rows = slice(8 * step + 4 * rank + 2 * part, 8 * step + 4 * rank + 2 * part + 2)
+            functional.cross_entropy(model(inputs[rows]), targets[rows]).backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    found["weights"] = [p.detach().clone() for p in model.parameters()]
+    hvd.shutdown()
+    return found
+
+
+def plain_weights() -> list[Tensor]:
+    """What horovod_values trains: the sum of two passes' means over the ranks."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    inputs, targets = data().tensors
+    for step in range(3):
+        optimizer.zero_grad()
+        rows = slice(8 * step, 8 * step + 8)
+        (2 * functional.cross_entropy(model(inputs[rows]), targets[rows])).backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def elastic_values(folder: str, restarted: bool) -> dict[str, Any]:
+    """Two commits, or what a restarted process reads."""
+    hvd.init()
+    model = net(hvd.rank())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    state: Any = hvd.elastic.TorchState(model, optimizer, folder=folder, epoch=0)
+    if restarted:
+        loaded = state.load_commit()
+    else:
+        state.sync()
+        loaded = False
+        for state.epoch in (1, 2):
+            functional.cross_entropy(model(torch.ones(2, 8)), torch.tensor([1, 2])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state.commit()
+        with torch.no_grad():
+            model[0].weight.add_(1)  # type: ignore[operator, union-attr]
+        state.epoch = 7
+        state.restore()
+    momentum = [s["momentum_buffer"].sum().item() for s in optimizer.state.values()]
+    out = {"loaded": loaded, "epoch": state.epoch, "weights": [p.detach().clone() for p in model.parameters()]}
+    hvd.shutdown()
+    return {**out, "momentum": momentum}

@@ -1,0 +1,94 @@
+"""Modules with several inputs, outputs and losses are the same run in every layout, with the same metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers import on_ranks
+from helpers.parity import check, differences, make_job, run, section
+from test_user_modules import DATA, NOT_OURS
+
+from weft.job.schema import Job
+from weft.launch.rank_pool import RankPool
+from weft.planner.rules.layout_syntax import ranks
+from weft.verify.prove import with_layout
+
+SEVERAL = {"kind": "cross_entropy", "amount": {"function": "mse", "weight": 0.5}}
+
+
+def own(module: str, source: str, loss: Any = "auto", **sections: Any) -> Job:
+    model = {**NOT_OURS, "module": f"helpers.own_models:{module}", "loss": loss}
+    return make_job(model=model, data={"source": f"helpers.own_models:{source}"}, **sections)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "loss", "layouts"),
+    [
+        ("TwoInputs", "Records", SEVERAL, (DATA[0], DATA[2], DATA[3])),
+        ("TwoInputs", "Records", "helpers.own_models:squares", DATA[1:2]),
+        ("OneOutput", "Tuples", "auto", DATA[:2]),
+        ("OwnLoss", "Labelled", "model", DATA[:2]),
+    ],
+)
+def test_same_run(pool: RankPool, module: str, source: str, loss: Any, layouts: tuple[str, ...]) -> None:
+    check(pool, own(module, source, loss), layouts)
+
+
+RESNET = {**NOT_OURS, "family": "resnet", "layers": 18, "vocab": 3, "args": {"width": 4, "stem": "small"}}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_batch_norm_over_all_replicas(pool: RankPool, precision: str) -> None:
+    """A ResNet whose statistics are over all replicas is the run of one process."""
+    data, train = {"source": "helpers.own_models:Pictures"}, {"accumulation": 1, "global_batch": 32}
+    layouts = (DATA[0], DATA[2], DATA[3]) if precision == "fp32" else DATA[:2]
+    check(pool, make_job(model=RESNET, data=data, train=train, precision=precision), layouts)
+
+
+def test_batch_norm_of_each_rank(pool: RankPool) -> None:
+    """By choice ranks use their own statistics, and the run differs."""
+    data, train = {"source": "helpers.own_models:Pictures"}, {"accumulation": 1}
+    job = make_job(model={**RESNET, "batch_norm": "rank"}, data=data, train=train)
+    found = differences(run(pool, job, "1"), run(pool, job, DATA[0]))
+    assert any(what.startswith("gradient:") for what in found)
+
+
+METRICS = ["accuracy", "top5", "perplexity", "helpers.own_models:margin"]
+
+
+@pytest.mark.parametrize(
+    ("job", "names"),
+    [
+        (own("OneOutput", "Tuples", train={"metrics": METRICS}), {"accuracy", "top5", "perplexity", "margin"}),
+        (own("OwnLoss", "Labelled", "model"), set()),
+        (
+            own("TwoInputs", "Records", {"kind": "cross_entropy"}, train={"metrics": ["accuracy"]}),
+            {"loss_kind", "accuracy_kind"},
+        ),
+    ],
+)
+def test_metrics_do_not_depend_on_the_layout(pool: RankPool, job: Job, names: set[str]) -> None:
+    """13 samples in batches of 8: the padding of the last batch counts nothing."""
+    found = {}
+    for layout in ("1", "dp_replicate 2", "dp_shard 4 zero=3"):
+        spread = section(layout)
+        answers = pool.run(on_ranks.evaluated, ranks(spread), with_layout(job, spread))
+        assert all(answer == answers[0] for answer in answers)
+        found[layout] = answers[0]
+    one = found.pop("1")
+    assert set(one) == {"val_loss", *(f"val_{name}" for name in names)}
+    for other in found.values():
+        assert other == pytest.approx(one, rel=1e-6)
+    if "val_accuracy" in one:
+        assert one["val_accuracy"] * 13 == pytest.approx(round(one["val_accuracy"] * 13))
+        assert one["val_top5"] == 1.0
+
+
+def test_a_target_that_is_missing_is_refused(pool: RankPool) -> None:
+    loss = {"kind": {"function": "cross_entropy", "target": "sort"}}
+    job = with_layout(own("TwoInputs", "Labelled", loss), section("1"))
+    with pytest.raises(
+        Exception, match=r"model.loss.kind reads the target 'sort', and the samples have values or words"
+    ):
+        pool.run(on_ranks.evaluated, 1, job)

@@ -1,0 +1,1 @@
+"""Images: files of several formats, augmentation, and the dataset made of both."""

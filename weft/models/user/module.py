@@ -1,0 +1,118 @@
+"""A module of your own: building it, the arguments that it names, and its outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.job.errors import JobError
+from weft.job.registry import find_object, listed
+from weft.job.schema import Model
+from weft.models.user.named_losses import Batch, losses_of, sample_numbers
+from weft.models.user.sample_tree import TARGET_NAMES, unflatten
+from weft.models.vision.batch_norm import use_global_batch_norms
+
+
+def build_user_module(model: Model, seed: int) -> nn.Module:
+    """The module that model.module names, with its own initial values."""
+    assert model.module
+    cls = find_object(model.module, "model.module")
+    try:
+        inspect.signature(cls).bind(**model.args)
+    except TypeError as error:
+        raise JobError(f"model.args does not fit {model.module}: {error}") from None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = cls(**model.args)
+    if not isinstance(module, nn.Module):
+        raise JobError(f"model.module={model.module!r} makes a {type(module).__name__}, not a torch.nn.Module")
+    for part in module.modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            part.sparse = False  # the same gradients, in tensors that can be summed over ranks
+    if model.batch_norm == "all":
+        module = use_global_batch_norms(module)
+    # registered before FSDP2's hook, which looks for tensors in tuples and dicts only
+    module.register_forward_hook(lambda _, __, outputs: plain_outputs(outputs, str(model.module)))
+    return module
+
+
+def plain_outputs(outputs: Any, module: str) -> Any:
+    """A module's outputs as a tensor, a tuple or a dict of tensors; other values in it are left out."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    if dataclasses.is_dataclass(outputs) and not isinstance(outputs, dict):
+        outputs = {f.name: getattr(outputs, f.name) for f in dataclasses.fields(outputs)}
+    elif hasattr(outputs, "_asdict"):
+        outputs = outputs._asdict()
+    if isinstance(outputs, dict):
+        found: Any = {str(key): value for key, value in outputs.items() if isinstance(value, Tensor)}
+    elif isinstance(outputs, tuple | list):
+        found = tuple(value for value in outputs if isinstance(value, Tensor))
+    else:
+        found = getattr(outputs, "logits", None)
+    if found is None or (not isinstance(found, Tensor) and not found):
+        raise JobError(f"{module} returns a {type(outputs).__name__}; return a tensor, or a tuple or dict of tensors")
+    return found
+
+
+def user_loss_sum(module: nn.Module, batch: Batch, model: Model, smoothing: float, dtype: torch.dtype) -> Tensor:
+    """The loss of a batch, summed over its valid targets."""
+    return losses_of(call_module(module, batch, model, dtype), batch, model, smoothing)["loss"]
+
+
+def call_module(module: nn.Module, batch: Batch, model: Model, dtype: torch.dtype) -> Any:
+    """The outputs of a module for a batch, in the compute dtype."""
+    args, named = arguments(module, batch, model)
+    mixed = dtype != torch.float32  # a user's module may mix dtypes
+    with torch.autocast(batch["ids"].device.type, dtype=dtype if mixed else torch.bfloat16, enabled=mixed):
+        try:
+            return module(*args, **named)
+        except IndexError as error:
+            where = sample_numbers(batch)
+            raise JobError(f"{model.module} raised {error} for the inputs of samples {where}") from error
+
+
+def arguments(module: nn.Module, batch: Batch, model: Model) -> tuple[list[Any], dict[str, Any]]:
+    """What a module takes of a batch: the inputs by position or, where samples are dicts, by the names of its
+    parameters; beside them what it names of docs, positions and valid, and targets where it computes the loss."""
+    inputs, signature = unflatten(batch, "inputs"), inspect.signature(module.forward)
+    kinds = {name: p.kind for name, p in signature.parameters.items()}
+    everything = inspect.Parameter.VAR_KEYWORD in kinds.values()
+    named = {k: v for k, v in inputs.items() if k in kinds or everything} if isinstance(inputs, dict) else {}
+    args = [] if isinstance(inputs, dict) else list(inputs) if isinstance(inputs, tuple) else [inputs]
+    taken = set(list(kinds)[: len(args)])
+    beside: dict[str, Any] = {name: batch[name] for name in ("docs", "positions", "valid") if name in batch}
+    if isinstance(inputs, dict) or model.loss == "model":
+        beside |= dict.fromkeys(TARGET_NAMES, _marked_targets(batch))
+    named |= {k: v for k, v in beside.items() if k in kinds and k not in taken and k not in named and v is not None}
+    try:
+        signature.bind(*args, **named)
+    except TypeError as error:
+        if isinstance(inputs, dict):
+            given = f"the samples have {listed(inputs)}"
+            cure = "name the keys of the samples as forward names its parameters, or give those a default"
+        else:
+            given = f"the samples have {len(args)} input{'s' if len(args) > 1 else ''}"
+            cure = "yield (input, ..., target), or a dict with the names of forward's parameters"
+        raise JobError(f"{model.module}.forward{signature}: {error}, and {given}; {cure}") from None
+    return args, named
+
+
+def _marked_targets(batch: Batch) -> Any:
+    """The targets as a module expects them that computes its own loss: masked ones are -100."""
+    targets = unflatten(batch, "targets")
+    if isinstance(targets, Tensor) and not targets.is_floating_point() and targets.shape == batch["valid"].shape:
+        return torch.where(batch["valid"], targets, -100)
+    return targets
+
+
+def without_padding(batch: Batch) -> Batch:
+    """The samples of a batch that are not padding (id -1); a batch of padding alone stays, and counts nothing."""
+    real = batch["ids"] >= 0
+    if bool(real.all()) or not bool(real.any()):
+        return batch
+    return {key: value[real] for key, value in batch.items()}

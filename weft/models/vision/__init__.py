@@ -1,0 +1,1 @@
+"""Models of images, and batch norm over replicas."""

@@ -1,0 +1,124 @@
+"""Batch norm with the statistics of all replicas: the same run as one process, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.comm.axis import Axis
+
+
+class GlobalBatchNorm(nn.Module):
+    """Batch norm of any number of dims, with the names and buffers of torch's. On one rank it is torch's own."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+
+    def __init__(self, of: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+        super().__init__()
+        self.eps, self.momentum = of.eps, of.momentum
+        self.register_parameter("weight", of.weight)
+        self.register_parameter("bias", of.bias)
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            self.register_buffer(name, getattr(of, name))
+        self.train(of.training)
+        self.axes: Sequence[Axis] = ()
+        """Axes over which statistics are summed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = (None if p is None else p.float() for p in (self.weight, self.bias))
+        if not self.training or not self.axes:
+            of_batch = self.training or self.running_mean is None
+            step = self._step() if self.training else 0.0
+            return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, of_batch, step, self.eps)
+        y, mean, var, count = _Normalise.apply(x, weight, bias, self.eps, self.axes)
+        self._track(mean, var, count)
+        out: Tensor = y
+        return out
+
+    def _step(self) -> float:
+        """Count the batch, and return the weight of its statistics in the running ones."""
+        if self.num_batches_tracked is None:
+            return self.momentum or 0.0
+        self.num_batches_tracked += 1
+        return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
+        if self.running_mean is not None and self.running_var is not None:
+            step = self._step()
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), step)
+            unbiased = var * (count / (count - 1).clamp(min=1))
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), step)
+
+
+class _Normalise(torch.autograd.Function):
+    """(x - mean) / √(var + eps) · weight + bias with the mean and variance over all ranks of some axes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, axes: Sequence[Axis]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dims, shape = [d for d in range(x.dim()) if d != 1], [1, -1, *[1] * (x.dim() - 2)]
+        wide = x.float()
+        sums = torch.cat([wide.sum(dims).double(), wide.new_tensor([x.numel() // x.shape[1]]).double()])
+        *_, count = sums = _summed(sums, axes)
+        mean = (sums[:-1] / count).float()
+        centred = wide - mean.view(shape)  # the variance of centred values does not cancel
+        var = (_summed(centred.square().sum(dims).double(), axes) / count).float()
+        inverse = torch.rsqrt(var + eps)
+        y = centred * inverse.view(shape)
+        if weight is not None:
+            y = y * weight.view(shape)
+        if bias is not None:
+            y = y + bias.view(shape)
+        ctx.save_for_backward(x, weight, mean, inverse, count)
+        ctx.axes, ctx.dims, ctx.shape, ctx.has_bias = axes, dims, shape, bias is not None
+        ctx.mark_non_differentiable(mean, var, count)
+        return y.to(x.dtype), mean, var, count
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, inverse, count = ctx.saved_tensors
+        dims, shape = ctx.dims, ctx.shape
+        dy = grads[0].float()
+        scaled = (x.float() - mean.view(shape)) * inverse.view(shape)
+        by_bias, by_weight = dy.sum(dims), (dy * scaled).sum(dims)
+        total = _summed(torch.cat([by_bias, by_weight]).double(), ctx.axes) / count
+        mean_dy, mean_scaled = total.float().chunk(2)
+        dx = (dy - mean_dy.view(shape) - scaled * mean_scaled.view(shape)) * inverse.view(shape)
+        if weight is not None:
+            dx = dx * weight.view(shape)
+        return (
+            dx.to(x.dtype), by_weight if weight is not None else None, by_bias if ctx.has_bias else None, None, None
+        )  # fmt: skip
+
+
+def _summed(x: Tensor, axes: Sequence[Axis]) -> Tensor:
+    for axis in axes:
+        x = axis.all_reduce(x)
+    return x
+
+
+def use_global_batch_norms(module: nn.Module) -> nn.Module:
+    """Replace torch's batch norms by ones that can use the statistics of all replicas; names do not change."""
+    if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+        return GlobalBatchNorm(module)
+    for name, child in list(module.named_children()):
+        if (made := use_global_batch_norms(child)) is not child:
+            setattr(module, name, made)
+    return module
+
+
+def connect_batch_norms(module: nn.Module, axes: Sequence[Axis]) -> None:
+    """Let the batch norms of a module sum their statistics over these axes."""
+    for part in module.modules():
+        if isinstance(part, GlobalBatchNorm):
+            part.axes = axes
