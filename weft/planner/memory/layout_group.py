@@ -178,21 +178,21 @@ class LayoutGroup:
     def _distinct_states(self) -> dict[str, Size]:
         job, layouts, held = self.job, self.layouts, self.held()
         bytes_ = self.states(held)
-        here = 1.0 - self.plan.host_share - self.plan.disk_share
-        """Share of the states that live on the device."""
+        here = {kind: 1.0 - sum(self.plan.shares_of(kind).values()) for kind in ("master", "moments", "averages")}
+        """Share of the states of each kind that live on the device."""
         masters = (
-            low_half_bytes(self.plan.states) * held.trained_whole * here
+            low_half_bytes(self.plan.states) * held.trained_whole * here["master"]
             if self.plan.split_master
             else bytes_["parameters"]
         )
         optimizer = np.where(layouts.offload == OFFLOADS.index("optimizer"), 0.0, bytes_["optimizer"])
-        optimizer = optimizer * here + self.plan.stream_gib * GIB
+        optimizer = optimizer * here["moments"] + self.plan.stream_gib * GIB
         if self.plan.alone:  # the last shared weights, and DiLoCo's momentum
             outer = 2 if self.plan.sync == "diloco" else int(job.train.sync.quantize != "none")
             optimizer = optimizer + outer * FP32_BYTES * held.trained_held
         width = self.compute_bytes if self.flags["alone"] else FP32_BYTES
         out = {
-            "parameters": masters + bytes_["frozen"] + bytes_["copies"] + bytes_["average"] * here,
+            "parameters": masters + bytes_["frozen"] + bytes_["copies"] + bytes_["average"] * here["averages"],
             "optimizer": optimizer,
             "communication": residual_bytes(layouts) * held.compressed, "gradients": bytes_["gradients"],
             "update": np.maximum(held.scratch, (width if self.flags["tp"] else 0) * held.partial),
@@ -281,7 +281,7 @@ class LayoutGroup:
             return size * (8.0 + 2 * FP32_BYTES * (model.dim or 0) + 1)
         if model.is_classifier:
             return size * (8.0 + FP32_BYTES * seq * model.patch_dim + 8 + 1)
-        return size * (8.0 + seq * (8 + 8 + 1 + (16 if self.job.data.mask_documents else 0)))
+        return size * (8.0 + seq * (8 + 8 + 1 + (16 if self.job.data.separates_documents else 0)))
 
     def _neighbours(self) -> Size:
         """Ranks that a pipeline rank exchanges messages with."""

@@ -124,9 +124,9 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
         dense = block_bytes(m, z)
     routed = block_bytes(m, z, mix) if mix is not None else None
     hidden = z.rows * z.dim * z.c
-    rotary = float(FP32_BYTES * seq * (m.head_dim or 0)) * (layouts.microbatch if job.data.mask_documents else 1)
+    rotary = float(FP32_BYTES * seq * (m.head_dim or 0)) * (layouts.microbatch if job.data.separates_documents else 1)
     per_microbatch = (rotary if m.positions == "rope" else 8.0 * seq) + 0.0 * z.tokens
-    if job.data.mask_documents:
+    if job.data.separates_documents:
         per_microbatch = per_microbatch + layouts.microbatch * float(seq) * seq
         mask = layouts.microbatch * float(seq) * seq * z.c
         dense, routed = _masked(dense, mask), _masked(routed, mask) if routed else None
