@@ -57,7 +57,8 @@ def train(folder: Path, name: str, kill_at: int | None) -> tuple[int, int, float
 
 def main() -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_worker_niceness"] = "0"  # 15 by default: next to other programs, training would hardly run
+    # 15 by default: next to other programs, training would hardly run
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     from ray.cluster_utils import Cluster
 
     begun = time.monotonic()
