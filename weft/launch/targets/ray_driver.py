@@ -21,6 +21,8 @@ from weft.job.errors import Exit
 OUTPUT, EXIT_FILE, STOP_FILE = "output.log", "exit.json", "stop"
 PLACEMENT_TIMEOUT_S, POLL_S = 3600.0, 0.5
 MAX_REPLACED_ACTORS = 100
+END_GRACE_S = 30.0
+"""How long the other nodes may take to end after the first."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -109,6 +111,7 @@ class RayRun:
 
     def _watch(self, stop_file: Path | None, log: Callable[[str], None]) -> int:
         codes: dict[int, int] = {}
+        ended_at: float | None = None
         while len(codes) < self.nodes:
             for node in [n for n in range(self.nodes) if n not in codes]:
                 try:
@@ -123,8 +126,9 @@ class RayRun:
                 if code is not None:
                     codes[node] = code if code >= 0 else int(Exit.MACHINE)
             running = [node for node in range(self.nodes) if node not in codes and node not in self.pending]
-            if codes and not running:  # a lost node that has not come back is not waited for
-                break
+            ended_at = (ended_at or time.monotonic()) if codes else None
+            if ended_at and (not running or time.monotonic() - ended_at > END_GRACE_S):
+                break  # a node that came back after the end of the run would wait for the others
             if running and stop_file is not None and stop_file.exists():
                 stop_file.unlink()
                 self.actors[running[0]].stop.remote()  # one node stops the run on all
