@@ -181,6 +181,5 @@ AXOLOTL = SourceFormat(
     missing={
         "model": "no base_model; add model=hf:PATH",
         "data.source": "add data.source=FOLDER, a token store made by weft data build",
-        "train.steps": "epochs depend on the size of the data; add train.steps=…",
     },
 )  # fmt: skip

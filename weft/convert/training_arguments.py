@@ -70,13 +70,12 @@ def steps_of(value: Any, settings: Settings) -> Result:
 
 
 def epochs(key: str) -> Rule:
-    """Epochs, which become steps only with the size of the data."""
+    """Epochs, where no number of steps is given."""
 
     def rule(value: Any, settings: Settings) -> Result:
         if settings.number(key, default=0) > 0:
             return Result(note=f"{key} decides", status="not needed")
-        return Result(note="Weft counts steps: train.steps = epochs × samples / train.global_batch",
-                      status="no counterpart")  # fmt: skip
+        return to("train.epochs")(value, settings)
 
     return rule
 
