@@ -40,6 +40,8 @@ class Loops:
             step_scheduler_with_optimizer=False,
         )  # fmt: skip
         self.current_epoch = self.global_step = 0
+        self.batches_done, self.epoch_done = 0, False
+        """Batches of the current epoch that were trained on, and whether it is over."""
         self.should_stop, self.sanity_checking, self.fast_dev_run, self.training = False, False, False, True
         self.callback_metrics: dict[str, Any] = {}
         self.logged_metrics: dict[str, Any] = {}
@@ -133,7 +135,7 @@ class Loops:
         ranks, plan = self.accelerator.mesh, self.accelerator.plan
         if plan.dp == 1 or isinstance(loader.dataset, IterableDataset):
             return loader
-        sampler = DistributedSampler(
+        sampler: DistributedSampler[Any] = DistributedSampler(
             loader.dataset, plan.dp, ranks.dp_rank(plan), shuffle=isinstance(loader.sampler, RandomSampler),
             seed=int(os.environ.get("PL_GLOBAL_SEED", "0")), drop_last=False,
         )  # fmt: skip
@@ -165,8 +167,11 @@ class Loops:
         """Write a checkpoint that every layout can load. Called on every rank."""
         training = self.accelerator.training
         assert training is not None
-        meta = {"epoch": self.current_epoch, "global_step": self.global_step, "schedulers": [
-            plain_values(s.scheduler.state_dict()) for s in self.accelerator.schedulers]}  # fmt: skip
+        meta = {
+            "epoch": self.current_epoch + self.epoch_done, "global_step": self.global_step,
+            "batches": 0 if self.epoch_done else self.batches_done,
+            "schedulers": [plain_values(s.scheduler.state_dict()) for s in self.accelerator.schedulers],
+        }  # fmt: skip
         training.save(Path(folder or self.folder / "checkpoints"), self.global_step, meta)
 
 
@@ -258,8 +263,9 @@ def _run(loops: Loops, train_source: Any, val_source: Any, ckpt_path: str | Path
         assert accelerator.training is not None
         found = accelerator.training.load(ckpt_path)
         loops.current_epoch, loops.global_step = int(found["epoch"]), int(found["global_step"])
-        for schedule, state in zip(accelerator.schedulers, found["schedulers"], strict=False):
-            schedule.scheduler.load_state_dict(state)
+        loops.batches_done = int(found["batches"])
+        for prepared_schedule, state in zip(accelerator.schedulers, found["schedulers"], strict=False):
+            prepared_schedule.scheduler.load_state_dict(state)
     for hook in ("on_fit_start", "on_train_start"):
         loops.call(hook)
     while not loops.should_stop and loops.current_epoch != loops.max_epochs and loops.global_step != loops.max_steps:
@@ -267,11 +273,12 @@ def _run(loops: Loops, train_source: Any, val_source: Any, ckpt_path: str | Path
         if val_loader is not None:
             loops.validate(val_loader)
         loops._end_epoch_sums()
-        loops.call("on_train_epoch_end")
         for schedule in moving:
             if schedule["interval"] == "epoch" and (loops.current_epoch + 1) % schedule["frequency"] == 0:
                 _move(schedule, loops)
-        loops.current_epoch += 1
+        loops.epoch_done = True
+        loops.call("on_train_epoch_end")
+        loops.current_epoch, loops.batches_done, loops.epoch_done = loops.current_epoch + 1, 0, False
     for hook in ("on_train_end", "on_fit_end"):
         loops.call(hook)
 
@@ -303,6 +310,8 @@ def _train_epoch(loops: Loops, loader: Any, optimizer: Any, schedules: list[dict
     loops.call("on_train_epoch_start")
     total = len(loader) if hasattr(loader, "__len__") else 0
     for index, batch in enumerate(loader):
+        if index < loops.batches_done:
+            continue  # trained on before the checkpoint that was loaded
         moved = to_device(batch, accelerator.device)
         loops._batch_size = _size(moved)
         accelerator.sync_gradients = (index + 1) % accelerator.gradient_accumulation_steps == 0 or index + 1 == total
@@ -325,6 +334,7 @@ def _train_epoch(loops: Loops, loader: Any, optimizer: Any, schedules: list[dict
             for schedule in schedules:
                 if schedule["interval"] == "step" and loops.global_step % schedule["frequency"] == 0:
                     _move(schedule, loops)
+        loops.batches_done = index + 1
         loops.losses.append(float(accelerator.reduce(loss.detach().float(), "mean")))
         loops.call("on_train_batch_end", found, moved, index)
         _write(loops)

@@ -26,7 +26,7 @@ from weft.convert.settings import (
 DATA = absent("build a token store by weft data build and set data.source to its folder")
 LORA = absent("adapters have rank, alpha, dropout and targets (model.lora)")
 KERNELS = unneeded("Weft has fused kernels of its own")
-PER_EPOCH = absent("Weft has no epochs; set train.eval_every and checkpoint.every")
+PER_EPOCH = absent("evaluations and checkpoints count steps; set train.eval_every and checkpoint.every")
 
 
 def _bf16(value: Any, settings: Settings) -> Result:

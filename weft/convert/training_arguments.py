@@ -102,7 +102,7 @@ def interval(job_field: str, strategy: str) -> Rule:
 
 def _strategy(job_field: str, what: str) -> Rule:
     return choice({"steps": {}, "no": {job_field: 0}, "false": {job_field: 0}, "none": {job_field: 0},
-                   "epoch": f"Weft has no epochs; set {job_field}, {what}"})  # fmt: skip
+                   "epoch": f"counted in steps; set {job_field}, {what}"})  # fmt: skip
 
 
 def _beta(position: int) -> Rule:
@@ -234,7 +234,7 @@ TABLE: dict[str, Rule] = {
     "greater_is_better": absent("checkpoint.keep keeps the newest"),
     "load_best_model_at_end": absent("checkpoint.keep keeps the newest"),
     "logging_strategy": choice(
-        {"steps": {}, "no": "watch.every lines are always printed", "epoch": "Weft has no epochs; set watch.every"}
+        {"steps": {}, "no": "watch.every lines are always printed", "epoch": "counted in steps; set watch.every"}
     ),
     "logging_dir": unneeded("files are in runs/NAME"),
     "logging_first_step": unneeded("the first step is always logged"),

@@ -149,4 +149,4 @@ class BayesSampler:
         self.study.add_trial(self.make(params=values, distributions=self.kinds, value=finite))
 
 
-SAMPLERS = {"even": EvenSampler, "bayes": BayesSampler}
+SAMPLERS: dict[str, type[EvenSampler] | type[BayesSampler]] = {"even": EvenSampler, "bayes": BayesSampler}

@@ -39,11 +39,11 @@ def _panel(trials: Sequence[Trial], dimension: Dimension, x0: int) -> str:
     for end, x, anchor in ((ends[0], x0 + LEFT, "start"), (ends[1], x0 + LEFT + inner_w, "end")):
         out.append(f'<text x="{x}" y="{TOP + inner_h + 18}" text-anchor="{anchor}">{escape(str(end))}</text>')
     for i, trial in reversed(list(enumerate(trials))):
-        x = x0 + LEFT + 8 + _share(dimension, trial) * (inner_w - 16)
-        y = TOP + 8 + (high - trial.loss) / ((high - low) or 1.0) * (inner_h - 16)
+        across = x0 + LEFT + 8 + _share(dimension, trial) * (inner_w - 16)
+        down = TOP + 8 + (high - trial.loss) / ((high - low) or 1.0) * (inner_h - 16)
         radius = 3 + 4 * trial.steps / most
         kind = "b" if i == 0 else "d"
-        out.append(f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" fill-opacity="0.8"/>')
+        out.append(f'<circle class="{kind}" cx="{across:.1f}" cy="{down:.1f}" r="{radius:.1f}" fill-opacity="0.8"/>')
     return "".join(out)
 
 
