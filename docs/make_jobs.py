@@ -24,9 +24,11 @@ from weft.job.schema import (
     Experts,
     Failures,
     Job,
+    KubernetesOptions,
     Latent,
     Model,
     MpiOptions,
+    RayOptions,
     RopeScaling,
     SlurmOptions,
     SshOptions,
@@ -169,7 +171,9 @@ def page() -> str:
         ("model", "loss", NamedLoss), ("data", "images", ImageData),
         ("cluster", "levels", TopologyLevel),
         ("cluster", "also", DeviceGroup), ("cluster", "failures", Failures), ("cluster", "slurm", SlurmOptions),
-        ("cluster", "ssh", SshOptions), ("cluster", "mpi", MpiOptions), ("train", "sync", Sync),
+        ("cluster", "ssh", SshOptions), ("cluster", "mpi", MpiOptions), ("cluster", "kubernetes", KubernetesOptions),
+        ("cluster", "ray", RayOptions),
+        ("train", "sync", Sync),
     ]  # fmt: skip
     for parent, name, part in reversed(inner):
         at = [n for n, _ in sections].index(parent) + 1

@@ -12,7 +12,20 @@ from typing import Annotated, Any
 
 import typer
 
-from weft.cli import analysis, bench, convert, data, launching, machine, planning, results, train, tune, watching
+from weft.cli import (
+    analysis,
+    bench,
+    convert,
+    data,
+    launching,
+    machine,
+    planning,
+    queue,
+    results,
+    train,
+    tune,
+    watching,
+)  # fmt: skip
 from weft.cli.common import print_json, print_stderr
 
 app = typer.Typer(
@@ -31,6 +44,10 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 
 GROUPS: dict[str, tuple[str, dict[str, Callable[..., None]]]] = {
     "data": ("Build token stores.", {"build": data.data_build}),
+    "queue": (
+        queue.queue.__doc__ or "",
+        {"init": queue.queue_init, "run": queue.queue_run, "release": queue.queue_release},
+    ),
     "alerts": ("Alerts about runs.", {"test": watching.alerts_test}),
     "bench": (
         "Measure this machine.",
@@ -45,10 +62,15 @@ GROUPS: dict[str, tuple[str, dict[str, Callable[..., None]]]] = {
 }
 """Commands of two words: the help text of a group and its commands."""
 
+ALONE: dict[str, Callable[..., None]] = {"queue": queue.queue}
+"""What a group does without a second word; other groups print their help."""
+
 for command in COMMANDS:
     app.command(command.__name__.rstrip("_"))(command)
 for group_name, (help_text, members) in GROUPS.items():
-    group = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=help_text)
+    group = typer.Typer(no_args_is_help=group_name not in ALONE, rich_markup_mode=None, help=help_text)
+    if group_name in ALONE:
+        group.callback(invoke_without_command=True)(ALONE[group_name])
     for name, command in members.items():
         group.command(name)(command)
     app.add_typer(group, name=group_name)

@@ -21,7 +21,7 @@ def launch(
         typer.Option(
             "--on",
             metavar="TARGET",
-            help="local, ssh, mpi, slurm …, or a cluster of ~/.config/weft/clusters.yaml. Default: cluster.target.",
+            help="local, slurm, kubernetes …, or a cluster of ~/.config/weft/clusters.yaml. Default: cluster.target.",
         ),
     ] = None,
     print_only: Annotated[bool, typer.Option("--print", help="Print what would be submitted, and do nothing.")] = False,

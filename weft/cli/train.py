@@ -26,15 +26,19 @@ def train(
     from weft.hardware.rank_environment import export_torchrun_variables
     from weft.job.load import load_job
     from weft.launch.node import start_node, this_node
+    from weft.launch.queue.run_claim import claimed_for_run
     from weft.launch.train import join, prepare, start
 
     described = load_job(job, overrides or ())
     clean_up_on_interrupt()
-    if (place := this_node(described, nproc)) is not None:
-        raise typer.Exit(start_node(described, place, nproc, log=print_stderr))
-    if export_torchrun_variables():
+    place = this_node(described, nproc)
+    if place is None and export_torchrun_variables():
         raise typer.Exit(join(described, log=print_stderr))
-    raise typer.Exit(start(*prepare(described, nproc), fresh=fresh, resilient=resilient, log=print_stderr))
+    with claimed_for_run(described, nproc, print_stderr) as (described, nproc, inherit):
+        if place is not None:
+            raise typer.Exit(start_node(described, place, nproc, log=print_stderr, inherit=inherit))
+        prepared = prepare(described, nproc)
+        raise typer.Exit(start(*prepared, fresh=fresh, resilient=resilient, log=print_stderr, inherit=inherit))
 
 
 def _exit_on_signals() -> None:

@@ -21,6 +21,7 @@ class Gpu:
     name: str
     memory_gib: float
     """0 if the driver does not report it, as for chips that share the host's memory."""
+    uuid: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,8 @@ def find_gpus() -> tuple[tuple[Gpu, ...], str | None]:
                 memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) / GIB
             except pynvml.NVMLError:
                 memory = 0.0
-            found.append(Gpu(index, _text(pynvml.nvmlDeviceGetName(handle)), memory))
             uuids.append(_text(pynvml.nvmlDeviceGetUUID(handle)))
+            found.append(Gpu(index, _text(pynvml.nvmlDeviceGetName(handle)), memory, uuids[-1]))
         kept = visible(uuids, os.environ.get("CUDA_VISIBLE_DEVICES"))
         return tuple(found[i] for i in kept), _text(pynvml.nvmlSystemGetDriverVersion())
     except pynvml.NVMLError:

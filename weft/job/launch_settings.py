@@ -1,4 +1,4 @@
-"""The settings of `weft launch`, part of `cluster`; a target in weft/launch/targets lists those that it reads."""
+"""The settings of `weft launch`, part of `cluster`, and `queue`: what a run claims of a machine that users share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from weft.job.section import Section
+from weft.job.section import Section, limits
 
 TIME_LIMIT = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
 
@@ -47,6 +47,55 @@ class MpiOptions(Section):
     """Further options of the launcher, such as --oversubscribe."""
 
 
+class KubernetesOptions(Section):
+    """Kubernetes: the workload and its pods, one for each node."""
+
+    kind: Literal["job", "jobset", "trainjob", "pytorchjob"] = "job"
+    """The workload: an Indexed Job with a headless service (needs no operator), a JobSet, or a TrainJob or PyTorchJob
+    of Kubeflow."""
+    context: str | None = None
+    """Context of the kubeconfig. Default: the current one."""
+    cpu: str | None = None
+    """Cores that a pod requests. Default: one for each rank."""
+    gpu_resource: str = "nvidia.com/gpu"
+    """Resource name of the GPUs."""
+    grace_s: int = Field(120, ge=1, le=86400)
+    """Seconds that a pod has to save and stop."""
+    keep_s: int = Field(86400, ge=0, le=10**8)
+    """Seconds for which a finished workload is kept."""
+    memory: str | None = None
+    """Memory of a pod, such as 64Gi."""
+    namespace: str | None = None
+    """Namespace. Default: the context's."""
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    """Labels that the nodes must have."""
+    priority_class: str | None = None
+    """PriorityClass of the pods."""
+    pull_secrets: list[str] = Field(default_factory=list)
+    """Secrets with which the image is pulled."""
+    queue: str | None = None
+    """Local queue of Kueue."""
+    queue_priority: str | None = None
+    """WorkloadPriorityClass of Kueue."""
+    resources: dict[str, int] = Field(default_factory=dict)
+    """Further resources of a pod, such as {rdma/hca_shared_devices_a: 1}."""
+    retries: int = Field(20, ge=0, le=10**6)
+    """Failures of a node after which the run fails. Preemptions do not count."""
+    run_as_user: int = Field(1000, ge=1, le=2**31)
+    """User and group id of the processes."""
+    shm_gib: float | None = Field(None, gt=0)
+    """Size of /dev/shm. Default: 2 GiB for each rank."""
+    tolerations: list[str] = Field(default_factory=list)
+    """Taints that the pods tolerate, as KEY[=VALUE][:EFFECT]. nvidia.com/gpu is always among them for GPUs."""
+
+
+class RayOptions(Section):
+    """Ray: the cluster."""
+
+    address: str | None = None
+    """Address of the job server. Default: RAY_API_SERVER_ADDRESS, or http://127.0.0.1:8265."""
+
+
 class LaunchSettings(Section):
     """Where and how `weft launch` starts the run."""
 
@@ -83,6 +132,10 @@ class LaunchSettings(Section):
     """Options of the target slurm."""
     ssh: SshOptions = SshOptions()
     """Options of the target ssh."""
+    kubernetes: KubernetesOptions = KubernetesOptions()
+    """Options of the target kubernetes."""
+    ray: RayOptions = RayOptions()
+    """Options of the target ray."""
     mpi: MpiOptions = MpiOptions()
     """Options of the target mpi."""
 
@@ -115,3 +168,28 @@ class LaunchSettings(Section):
         if wrong := [text for text in value if not re.fullmatch(r"[^:]+:/[^:]*(:[a-z]+)?", text)]:
             raise ValueError(f"must be SOURCE:PATH with an absolute PATH in the container, not {wrong[0]!r}")
         return value
+
+
+class Queue(Section):
+    """The claim of this run on each machine, where `weft queue init` has made a queue. The run waits for it."""
+
+    claim: bool | Literal["auto"] = "auto"
+    """Claim resources before training. auto: if this machine has a queue."""
+    gpus: int | Literal["auto"] = "auto"
+    """GPUs on each machine. auto: as many as the plan uses."""
+    share: float = Field(1.0, gt=0, le=1)
+    """Fraction of each GPU, where the queue allows sharing. The plan then uses this part of the GPU's memory."""
+    cores: int | Literal["auto"] = "auto"
+    """Cores on each machine, to which the processes are bound. auto: all of them for a run on CPUs, none on GPUs."""
+    memory_gib: float | Literal["auto"] = "auto"
+    """Host memory on each machine. auto: as much as the plan predicts."""
+    priority: int = Field(0, ge=-1000, le=1000)
+    """Claims with a higher priority go first; at equal priority, users who used less."""
+    idle_minutes: float | None = Field(None, ge=0)
+    """Minutes without CPU time after which the claim, and the run, ends with exit code 75. Default: the queue's; 0:
+    never."""
+    wait: bool = True
+    """Wait for resources that are not free; otherwise exit with code 4."""
+
+    _check_counts = limits("gpus", "cores", valid=lambda n: 0 <= n <= 10**6, must="a number from 0 up, or auto")
+    _check_memory = limits("memory_gib", valid=lambda gib: gib >= 0, must="GiB from 0 up, or auto")

@@ -10,7 +10,7 @@ from weft.job.cluster import Cluster, DeviceGroup, Failures, TopologyLevel
 from weft.job.comm import Comm
 from weft.job.data import Data
 from weft.job.fp8 import Fp8
-from weft.job.launch_settings import MpiOptions, SlurmOptions, SshOptions
+from weft.job.launch_settings import KubernetesOptions, MpiOptions, Queue, RayOptions, SlurmOptions, SshOptions
 from weft.job.memory import Memory
 from weft.job.model import Experts, Latent, Model, RopeScaling
 from weft.job.optim import Optim
@@ -23,9 +23,10 @@ from weft.job.train import Train
 from weft.job.watch import TracedSteps, Watch
 
 __all__ = [
-    "Checkpoint", "Cluster", "Comm", "Data", "DeviceGroup", "Experts", "Failures", "Fp8", "Job", "Latent", "Memory",
-    "Model", "MpiOptions", "Optim", "Parallel", "Resilience", "RopeScaling", "Section", "SlurmOptions", "SshOptions",
-    "Sync", "TopologyLevel", "TracedSteps", "Train", "Watch",
+    "Checkpoint", "Cluster", "Comm", "Data", "DeviceGroup", "Experts", "Failures", "Fp8", "Job", "KubernetesOptions",
+    "Latent", "Memory", "Model", "MpiOptions", "Optim", "Parallel", "Queue", "RayOptions",
+    "Resilience", "RopeScaling", "Section",
+    "SlurmOptions", "SshOptions", "Sync", "TopologyLevel", "TracedSteps", "Train", "Watch",
 ]  # fmt: skip
 
 
@@ -61,6 +62,8 @@ class Job(Section):
     """Fault detection and recovery."""
     watch: Watch = Watch()
     """Progress and metrics."""
+    queue: Queue = Queue()
+    """Claims on a machine that several users share."""
     runs_dir: str = "runs"
     """Folder of all runs."""
     extensions: tuple[str, ...] = ()

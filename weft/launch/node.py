@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
+from weft.hardware.pod_environment import export_node_variables
 from weft.job.errors import Exit, MachineError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
@@ -24,13 +25,23 @@ from weft.watch.follower import following
 
 def this_node(job: Job, nproc: int | None) -> NodeAddress | None:
     """The node that this process supervises; None for a single node, or if torchrun starts every rank."""
+    export_node_variables()
     by_environment = "NODE_RANK" in os.environ and "NNODES" in os.environ
     by_torchrun = "RANK" in os.environ and nproc is not None
     return NodeAddress.from_env(job.resilience.bind) if by_environment or by_torchrun else None
 
 
-def start_node(job: Job, place: NodeAddress, nproc: int | None, log: Callable[[str], None] = print) -> int:
-    """Start `nproc` ranks on this node and train with the other nodes. Returns the exit code."""
+def start_node(
+    job: Job,
+    place: NodeAddress,
+    nproc: int | None,
+    log: Callable[[str], None] = print,
+    inherit: tuple[int, ...] = (),
+) -> int:
+    """Start `nproc` ranks on this node and train with the other nodes. Returns the exit code.
+
+    `inherit`: open files for all processes.
+    """
     if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) != 1 and "NODE_RANK" not in os.environ:
         raise MachineError("--nproc starts the ranks of a node: let torchrun start one process a node, or leave it out")
     slots = nproc or prepare(job)[1].world
@@ -41,7 +52,7 @@ def start_node(job: Job, place: NodeAddress, nproc: int | None, log: Callable[[s
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         os.environ.pop(name, None)  # they describe this process, not its ranks
     ensure_open_files(plan.world)
-    with run_lock(run, shared=True) as lock, run_lock(RunDir(run.path / "nodes" / str(place.node))):
+    with run_lock(run, shared=True, inherit=inherit) as lock, run_lock(RunDir(run.path / "nodes" / str(place.node))):
         if place.node == 0 or not (run.job.exists() and run.plan.exists()):
             write_job_and_plan(run, job, plan)
         where = json.dumps({**asdict(place), "slots": slots})

@@ -8,11 +8,13 @@ from typing import Any
 
 from weft.job.errors import Exit, JobError
 from weft.job.run_folder import RunDir, find_run
+from weft.launch.queue.listing import claims_of_runs
+from weft.launch.queue.records import Request
 from weft.launch.targets.registry import TARGETS, find_target
 from weft.launch.targets.target import JobState, LaunchRecord
 from weft.watch.dash.run_catalog import RunEntry, find_runs
 
-COLUMNS = ("name", "state", "target", "job_id", "last_step", "steps", "nodes", "ranks")
+COLUMNS = ("name", "state", "target", "job_id", "last_step", "steps", "nodes", "ranks", "claim")
 EXIT_STATES: dict[int | None, str] = {
     Exit.DONE: "done", Exit.PREEMPTED: "stopped", Exit.INTERRUPTED: "stopped", Exit.DIVERGED: "diverged",
 }  # fmt: skip
@@ -28,10 +30,12 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
     folder = folder.absolute()
     found = find_runs([folder]) if folder.is_dir() else {}
     launched = [path.parent.parent for path in sorted(folder.glob("**/launch/record.json"))]
+    claims = claims_of_runs()
+    waiting = [Path(run) for run in claims if folder in Path(run).parents]  # their first start may have no folder yet
     rows = []
-    for path in dict.fromkeys([*found.values(), *launched]):
+    for path in dict.fromkeys([*found.values(), *launched, *waiting]):
         name = next((n for n, p in found.items() if p == path), path.name)
-        rows.append(_row(name, path))
+        rows.append(_with_claim(_row(name, path), claims.get(str(path))))
     return sorted(rows, key=lambda row: (row["state"] not in ("running", "queued"), row["name"]))
 
 
@@ -42,7 +46,7 @@ def _row(name: str, path: Path) -> dict[str, Any]:
         "name": name, "state": STATUS_STATES.get(summary["status"], summary["status"]), "target": None, "job_id": None,
         "last_step": summary["step"] or 0, "steps": _integer(summary["steps"]), "nodes": None,
         "ranks": _integer(summary["world"]), "loss": summary["loss"], "path": str(path), "submitted": None,
-        "exit_code": None, "detail": summary["detail"],
+        "exit_code": None, "detail": summary["detail"], "claim": None,
     }  # fmt: skip
     if record is None or record.target not in TARGETS:
         return row
@@ -54,6 +58,21 @@ def _row(name: str, path: Path) -> dict[str, Any]:
         "ranks": record.ranks, "submitted": record.submitted, "exit_code": status.exit_code,
         "detail": status.detail or row["detail"],
     }  # fmt: skip
+
+
+def _with_claim(row: dict[str, Any], claim: dict[str, Any] | None) -> dict[str, Any]:
+    """The row with what the run has claimed of this machine, or waits for."""
+    if claim is None:
+        return row
+    text = str(Request(**claim["request"]))
+    if claim["position"] is None:
+        return {**row, "claim": text}
+    return {
+        **row,
+        "state": "queued",
+        "claim": f"waits for {text}, number {claim['position']}",
+        "detail": claim["reason"],
+    }
 
 
 def _integer(value: float | None) -> int | None:

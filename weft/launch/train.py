@@ -18,6 +18,7 @@ from weft.job.errors import Exit, JobError, MachineError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.launch.open_files import ensure_open_files
+from weft.launch.queue.run_claim import claimed_for_run
 from weft.launch.run_files import RunFiles, keep_earlier_run
 from weft.planner import RUNNABLE, Plan, check, check_fits, make_plan
 from weft.planner.memory.disk_space import check_checkpoint_space
@@ -50,17 +51,23 @@ def prepare(job: Job, nproc: int | None = None) -> tuple[Job, Plan]:
 
 
 def start(
-    job: Job, plan: Plan, *, fresh: bool = False, resilient: bool | None = None, log: Callable[[str], None] = print
+    job: Job,
+    plan: Plan,
+    *,
+    fresh: bool = False,
+    resilient: bool | None = None,
+    log: Callable[[str], None] = print,
+    inherit: tuple[int, ...] = (),
 ) -> int:
     """Train a prepared job on local ranks. Returns the exit code; the run is in runs/NAME.
 
-    `resilient` (the default) starts a supervisor that replaces lost ranks.
+    `resilient` (the default) starts a supervisor that replaces lost ranks. `inherit`: open files for all processes.
     """
     run = RunDir(Path(job.runs_dir) / job.name)
     ensure_open_files(plan.world)
     if plan.device == "cuda" and shares_devices(job, probe(), plan.world):
         log(f"{plan.world} ranks share {len(probe().gpus)} GPU over {plan.backend}: for testing, not for speed")
-    with run_lock(run) as lock:
+    with run_lock(run, inherit=inherit) as lock:
         if fresh:
             keep_earlier_run(run, log)
         files = RunFiles(run, lock.created)
@@ -131,7 +138,8 @@ def train(job: Job, nproc: int | None = None, *, fresh: bool = False, resilient:
     if export_torchrun_variables():
         code = join(job)
     else:
-        code = start(*prepare(job, nproc), fresh=fresh, resilient=resilient)
+        with claimed_for_run(job, nproc, print) as (job, nproc, inherit):
+            code = start(*prepare(job, nproc), fresh=fresh, resilient=resilient, inherit=inherit)
     if code != Exit.DONE:
         raise SystemExit(code)
     return RunDir(Path(job.runs_dir) / job.name)

@@ -38,7 +38,7 @@ def label_of(dataset: Dataset) -> Callable[[int], int | None]:
     """Return a function that gives the class of a training sample, or None if it has none."""
 
     def label(index: int) -> int | None:
-        targets = np.asarray(dataset.train(index)["targets"])
+        targets = np.asarray(dataset.train(index).get("targets", 0.0))
         return int(targets) if targets.ndim == 0 and np.issubdtype(targets.dtype, np.integer) else None
 
     return label

@@ -68,7 +68,7 @@ def _start(run: RunDir, role: str, index: int, lock: RunLock) -> subprocess.Pope
     env.setdefault("OMP_NUM_THREADS", "1")
     command = [sys.executable, "-m", MODULE, str(run.path), role, str(index)]
     with signals_blocked():  # a new session, so that Ctrl-C reaches only the launcher
-        return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=(lock.handle,))
+        return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=lock.handles)
 
 
 def _watch(

@@ -87,7 +87,7 @@ def _start(
     # a session of its own, so that Ctrl-C reaches only the launcher, which forwards it once
     module = rank_module(worker[0]) if worker == WORKER else worker[0]
     command = [sys.executable, "-m", module, str(run.path), *worker[1:]]
-    return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=(lock.handle,))
+    return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=lock.handles)
 
 
 def _watch(run: RunDir, lock: RunLock, ranks: list[subprocess.Popen[bytes]], log: Callable[[str], None]) -> int:

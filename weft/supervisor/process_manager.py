@@ -181,4 +181,4 @@ class ProcessManager:
         env.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its thread count later
         with signals_blocked():  # a session of its own, so that Ctrl-C reaches only the manager, which forwards it once
             command = [sys.executable, "-m", *command]
-            return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=(self.lock.handle, *files))
+            return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=(*self.lock.handles, *files))

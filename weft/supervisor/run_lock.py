@@ -23,6 +23,13 @@ class RunLock:
     handle: int
     created: bool
     """Whether this call created the run folder."""
+    inherit: tuple[int, ...] = ()
+    """Other open files that the ranks inherit, such as the claim of the queue."""
+
+    @property
+    def handles(self) -> tuple[int, ...]:
+        """The open files that the processes of the run inherit."""
+        return (self.handle, *self.inherit)
 
     def check(self) -> None:
         """Raise if the run folder was moved, deleted or replaced since."""
@@ -36,7 +43,9 @@ class RunLock:
 
 
 @contextlib.contextmanager
-def run_lock(run: RunDir, wait_s: float = 15.0, *, shared: bool = False) -> Iterator[RunLock]:
+def run_lock(
+    run: RunDir, wait_s: float = 15.0, *, shared: bool = False, inherit: tuple[int, ...] = ()
+) -> Iterator[RunLock]:
     """Hold the lock of a run folder, which is created if missing. `shared`: together with other nodes of the run."""
     run.path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -55,7 +64,7 @@ def run_lock(run: RunDir, wait_s: float = 15.0, *, shared: bool = False) -> Iter
         with contextlib.suppress(PermissionError):
             os.fchmod(handle, 0o600)
         _wait_for(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, run, wait_s)
-        lock = RunLock(path, handle, created)
+        lock = RunLock(path, handle, created, inherit)
         lock.check()
         yield lock
     finally:

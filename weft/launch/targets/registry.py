@@ -15,6 +15,8 @@ from weft.launch.targets.target import Target
 
 TARGETS = {
     "local": "weft.launch.targets.local:LocalTarget",
+    "ray": "weft.launch.targets.ray_target:RayTarget",
+    "kubernetes": "weft.launch.targets.kubernetes.kubernetes_target:KubernetesTarget",
 }
 """Targets by name, each the class of a module that is imported when it is used."""
 

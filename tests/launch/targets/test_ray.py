@@ -1,0 +1,79 @@
+"""The target ray without a cluster: what is submitted, and a node's actor. bench/ray_cluster.py runs a real cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from helpers.command import until
+
+from weft.job.errors import MachineError
+from weft.launch.launch_job import plan_for
+from weft.launch.targets import ray_target
+from weft.launch.targets.ray_driver import NodeActor, bundle_of
+from weft.launch.targets.ray_target import RayTarget, address_of
+
+JOB = {"name": "run", "cluster": {"device": "cpu", "nodes": 2, "devices_per_node": 2, "environment": {"A": "1"}}}
+
+
+def test_what_is_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
+    Path("job.yaml").write_text(yaml.safe_dump(JOB), encoding="utf-8")
+    target, request = plan_for("job.yaml", ["cluster.ray.address=http://head:8265"], "ray")
+    (words,) = target.build(request).commands
+    assert words[:6] == ("ray", "job", "submit", "--address", "http://head:8265", "--no-wait")
+    assert words[words.index("--") + 2] == 'WEFT_RAY_ENVIRONMENT={"A": "1"}'
+    folder = str(tmp_path / "runs" / "run" / "launch")
+    assert words[-5:] == ("weft.launch.targets.ray_driver", folder, "2", "2", "0")
+    assert bundle_of(8, 8) == {"CPU": 8.0, "GPU": 8.0} and bundle_of(3, 0) == {"CPU": 3.0}
+    assert address_of(None) == ray_target.DEFAULT_ADDRESS
+
+
+def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "ray.job_submission", None)
+    Path("job.yaml").write_text(yaml.safe_dump(JOB), encoding="utf-8")
+    _, request = plan_for("job.yaml", (), "ray")
+    with pytest.raises(MachineError, match=r"--on ray needs the package ray: pip install 'weft\[ray\]'"):
+        RayTarget().check(request, RayTarget().build(request))
+
+
+def test_a_node_gets_its_number_and_is_stopped(tmp_path: Path) -> None:
+    script = (
+        "import json, os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *a: sys.exit(75))\n"
+        "print(json.dumps({n: os.environ[n] for n in ('NODE_RANK', 'NNODES', 'MASTER_ADDR', 'A')}), flush=True)\n"
+        "while True: time.sleep(0.05)\n"
+    )
+    output = tmp_path / "output.log"
+    actor = NodeActor([sys.executable, "-c", script], str(tmp_path), {"A": "1"}, str(output))
+    assert actor.poll() is None
+    actor.start(1, 2, "10.0.0.1")
+    until(lambda: output.exists() and output.read_text().endswith("}\n"))
+    found = json.loads(output.read_text())
+    assert found == {"NODE_RANK": "1", "NNODES": "2", "MASTER_ADDR": "10.0.0.1", "A": "1"}
+    actor.stop()
+    until(lambda: actor.poll() is not None)
+    assert actor.poll() == 75
+
+
+def test_processes_end_with_their_actor(tmp_path: Path) -> None:
+    """A killed actor leaves no process behind, so that its replacement finds the node free."""
+    program = (
+        "import time\nfrom weft.launch.targets.ray_driver import NodeActor\n"
+        f"actor = NodeActor(['sleep', '600'], {str(tmp_path)!r}, {{}}, None)\n"
+        "print(actor.start(0, 1, '127.0.0.1'), flush=True)\ntime.sleep(600)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=env) as owner:
+        assert owner.stdout is not None
+        child = psutil.Process(int(owner.stdout.readline()))
+        owner.kill()
+    until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)

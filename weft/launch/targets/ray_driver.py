@@ -1,0 +1,141 @@
+"""The driver of a run on Ray: a placement group with a bundle for each node, and in each an actor with its supervisor.
+
+Runs inside a Ray cluster: `python -m weft.launch.targets.ray_driver LAUNCH_FOLDER NODES RANKS_PER_NODE GPUS_PER_NODE`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from weft.job.errors import Exit
+
+OUTPUT, EXIT_FILE, STOP_FILE = "output.log", "exit.json", "stop"
+PLACEMENT_TIMEOUT_S, POLL_S = 3600.0, 0.5
+MAX_REPLACED_ACTORS = 100
+PR_SET_PDEATHSIG = 1
+
+
+class NodeActor:
+    """Runs `weft train` for one node. The processes end with the actor."""
+
+    def __init__(self, command: list[str], folder: str, environment: dict[str, str], output: str | None):
+        self.command, self.folder, self.environment, self.output = command, folder, environment, output
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def address(self) -> str:
+        import ray
+
+        return str(ray.util.get_node_ip_address())
+
+    def start(self, node: int, nodes: int, master: str) -> int:
+        """Start the node's supervisor. Returns its process id."""
+        variables = {"NODE_RANK": str(node), "NNODES": str(nodes), "MASTER_ADDR": master}
+        kill_with_actor = ctypes.CDLL(None).prctl if sys.platform == "linux" else lambda *args: 0
+        with Path(self.output or os.devnull).open("ab") as output:
+            self.process = subprocess.Popen(
+                self.command, cwd=self.folder, env={**os.environ, **self.environment, **variables}, stdout=output,
+                stderr=output, preexec_fn=lambda: kill_with_actor(PR_SET_PDEATHSIG, signal.SIGKILL),
+            )  # fmt: skip
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        """The exit code of the supervisor; None while it runs."""
+        return self.process.poll() if self.process else None
+
+    def stop(self) -> None:
+        """Ask the run to save and stop."""
+        if self.process is not None:
+            self.process.terminate()
+
+
+class RayRun:
+    """The nodes of a run as actors; one that is lost is replaced on its node, and joins the run again."""
+
+    def __init__(self, command: list[str], nodes: int, bundle: dict[str, float], folder: str, output: str | None,
+                 environment: dict[str, str] | None = None):  # fmt: skip
+        import ray
+
+        if not ray.is_initialized():
+            ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False)
+        self.ray, self.nodes, self.bundle = ray, nodes, bundle
+        self.arguments = (command, folder, environment or {})
+        self.output = output
+        strategy = "STRICT_SPREAD" if nodes > 1 else "PACK"
+        self.group = ray.util.placement_group([bundle] * nodes, strategy=strategy)
+        self.replaced = 0
+
+    def train(self, stop_file: Path | None = None, log: Any = print) -> int:
+        """Run all nodes to their end. Returns the exit code of the run."""
+        try:
+            self.ray.get(self.group.ready(), timeout=PLACEMENT_TIMEOUT_S)
+            self.actors = [self._actor(node) for node in range(self.nodes)]
+            self.masters = self.ray.get([actor.address.remote() for actor in self.actors])
+            self.ray.get([actor.start.remote(n, self.nodes, self.masters[0]) for n, actor in enumerate(self.actors)])
+            return self._watch(stop_file, log)
+        finally:
+            self.ray.util.remove_placement_group(self.group)  # ends the actors
+
+    def _actor(self, node: int) -> Any:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        place = PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=node)
+        kind = self.ray.remote(NodeActor).options(
+            num_cpus=self.bundle.get("CPU", 0), num_gpus=self.bundle.get("GPU", 0), scheduling_strategy=place,
+            runtime_env={"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}},
+        )  # fmt: skip
+        return kind.remote(*self.arguments, self.output if node == 0 else None)
+
+    def _watch(self, stop_file: Path | None, log: Any) -> int:
+        codes: dict[int, int] = {}
+        stopping = False
+        while len(codes) < self.nodes:
+            if stop_file is not None and stop_file.exists() and not stopping:
+                stopping = True
+                self.actors[0].stop.remote()  # one node stops the run on all
+            for node in [n for n in range(self.nodes) if n not in codes]:
+                try:
+                    code = self.ray.get(self.actors[node].poll.remote())
+                except self.ray.exceptions.RayActorError:
+                    self._replace(node, log)
+                    continue
+                if code is not None:
+                    codes[node] = code if code >= 0 else int(Exit.MACHINE)
+            time.sleep(POLL_S)
+        return next((code for code in codes.values() if code), int(Exit.DONE))
+
+    def _replace(self, node: int, log: Any) -> None:
+        self.replaced += 1
+        if self.replaced > MAX_REPLACED_ACTORS:
+            raise RuntimeError(f"{MAX_REPLACED_ACTORS} actors were lost")
+        log(f"the actor of node {node} was lost; another one takes its place")
+        actor = self.actors[node] = self._actor(node)
+        # the other nodes can be reached from any of their addresses
+        self.ray.get(actor.start.remote(node, self.nodes, self.masters[(node + 1) % self.nodes]))
+
+
+def bundle_of(ranks: int, gpus: int) -> dict[str, float]:
+    """The resources of a node's actor."""
+    return {"CPU": float(ranks), **({"GPU": float(gpus)} if gpus else {})}
+
+
+def main(folder: Path, nodes: int, ranks: int, gpus: int) -> int:
+    command = [sys.executable, "-m", "weft", "train", str(folder / "submitted.yaml"), "--nproc", str(ranks)]
+    environment = json.loads(os.environ.get("WEFT_RAY_ENVIRONMENT", "{}"))
+    run = RayRun(command, nodes, bundle_of(ranks, gpus), os.getcwd(), str(folder / OUTPUT), environment)
+    code = run.train(folder / STOP_FILE)
+    draft = folder / ".exit"
+    draft.write_text(json.dumps({"code": code}), encoding="utf-8")
+    draft.replace(folder / EXIT_FILE)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:5])))
