@@ -51,6 +51,7 @@ class Loops:
         self.logger, self.loggers = None, list[Any]()
         self.losses: list[float] = []
         """The mean training loss over ranks of every batch."""
+        self._pending: list[tuple[Tensor, dict[str, Any]]] = []
         self._sums: dict[str, list[tuple[float, float]]] = {}
         self._stage, self._batch_size = "train", 1
 
@@ -110,6 +111,26 @@ class Loops:
             total = self.accelerator.reduce(mine.to(self.accelerator.device).float())
             self._record(name, float(total[0] / total[1]))
         self._sums = {}
+
+    def record_batch(self, loss: Tensor) -> None:
+        """Keep a batch's loss; from time to time those of all ranks are averaged and written."""
+        values = {name: float(value) for name, value in self.logged_metrics.items()}
+        self._pending.append((loss, {"step": self.global_step, "epoch": self.current_epoch, **values}))
+        if len(self._pending) >= self.job.watch.every:
+            self.write_metrics()
+
+    def write_metrics(self) -> None:
+        """Add lines to metrics.jsonl, one for each batch since the last call."""
+        if not self._pending:
+            return
+        means = self.accelerator.reduce(torch.stack([loss for loss, _ in self._pending]), "mean").tolist()
+        self.losses += means
+        if self.is_global_zero:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                for (_, record), loss in zip(self._pending, means, strict=True):
+                    file.write(json.dumps({**record, "loss": loss}) + "\n")
+        self._pending = []
 
     @contextlib.contextmanager
     def _as_forward(self, method: Callable[..., Any]) -> Iterator[nn.Module]:
@@ -270,6 +291,7 @@ def _run(loops: Loops, train_source: Any, val_source: Any, ckpt_path: str | Path
         loops.call(hook)
     while not loops.should_stop and loops.current_epoch != loops.max_epochs and loops.global_step != loops.max_steps:
         _train_epoch(loops, train_loader, prepared, moving)
+        loops.write_metrics()
         if val_loader is not None:
             loops.validate(val_loader)
         loops._end_epoch_sums()
@@ -335,20 +357,9 @@ def _train_epoch(loops: Loops, loader: Any, optimizer: Any, schedules: list[dict
                 if schedule["interval"] == "step" and loops.global_step % schedule["frequency"] == 0:
                     _move(schedule, loops)
         loops.batches_done = index + 1
-        loops.losses.append(float(accelerator.reduce(loss.detach().float(), "mean")))
         loops.call("on_train_batch_end", found, moved, index)
-        _write(loops)
+        loops.record_batch(loss.detach().float())
         if every and accelerator.sync_gradients and loops.global_step % every == 0:
             loops.save_checkpoint()
         if loops.should_stop or loops.global_step == loops.max_steps:
             break
-
-
-def _write(loops: Loops) -> None:
-    """A line of metrics.jsonl."""
-    if loops.is_global_zero and loops.accelerator.sync_gradients:
-        loops.folder.mkdir(parents=True, exist_ok=True)
-        values = {name: float(value) for name, value in loops.logged_metrics.items()}
-        record = {"step": loops.global_step, "loss": loops.losses[-1], "epoch": loops.current_epoch, **values}
-        with (loops.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")

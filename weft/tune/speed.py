@@ -23,7 +23,7 @@ SUFFIX = "-speed"
 
 
 @dataclass(frozen=True)
-class Measured:
+class SpeedTrial:
     """Settings and their step time."""
 
     settings: dict[str, Any]
@@ -38,9 +38,9 @@ class Measured:
 class FoundSpeed:
     """The result of a search for speed."""
 
-    plan: Measured
-    best: Measured
-    tried: list[Measured]
+    plan: SpeedTrial
+    best: SpeedTrial
+    tried: list[SpeedTrial]
     job: Job
 
     def to_json(self) -> dict[str, Any]:
@@ -99,17 +99,17 @@ def find_fastest(
     def run(changed: Job, settings: dict[str, Any]) -> float | None:
         return measure(changed, settings) if measure else step_time(changed, nproc, steps)
 
-    def tried(settings: dict[str, Any]) -> Measured:
+    def tried(settings: dict[str, Any]) -> SpeedTrial:
         try:
             seconds = run(with_settings(job, settings), settings)
         except (FitError, JobError) as error:
             report(f"{_text(settings)}: {error}")
             seconds = None
-        found.append(Measured(settings, seconds))
+        found.append(SpeedTrial(settings, seconds))
         report(f"{_text(settings)}: {_time(seconds)}")
         return found[-1]
 
-    found: list[Measured] = []
+    found: list[SpeedTrial] = []
     base = tried({})
     if base.seconds is None:
         raise JobError("the job did not run with the plan's own settings; weft train JOB shows why")
