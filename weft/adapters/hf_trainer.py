@@ -240,7 +240,9 @@ class WeftTrainer:
         assert training is not None
         with training.evaluation():
             for batch in loader:
-                outputs = self.model(**to_device(batch, self.accelerator.device))
+                counted = self._counts_items and "labels" in batch  # as transformers divides the loss
+                extra = {"num_items_in_batch": (batch["labels"] != -100).sum()} if counted else {}
+                outputs = self.model(**to_device(batch, self.accelerator.device), **extra)
                 size = next(iter(batch.values())).shape[0]
                 repeated = self.accelerator.gather_for_metrics(outputs["loss"].detach().repeat(size))
                 losses.append(repeated)
