@@ -13,6 +13,8 @@ and 100 GiB of host memory for the largest parts; no network.
 | 3.6b | 3.6B parameters, all states in host memory, clipping on, 4 × 4,096 tokens |
 | 8b, 8b-fp8 | llama-8b on the device alone with split master weights |
 | 13b, 20b | exact AdamW, states in host memory as far as they do not fit |
+| states | memory.states on the device and in host memory: bits, and losses beside exact states |
+| 13b-8bit, 32b | 8-bit moments, and those with master weights of 24 bits |
 """
 
 from __future__ import annotations
@@ -36,15 +38,33 @@ SHAPES: dict[str, dict[str, Any]] = {
     "8b": {"shape": "llama-8b"},
     "13b": {"family": "llama", "dim": 5120, "layers": 40, "heads": 40, "kv_heads": 40, "ffn": 13824, "vocab": 32000},
     "20b": {"family": "llama", "dim": 6144, "layers": 44, "heads": 48, "kv_heads": 48, "ffn": 16384, "vocab": 32000},
-}
+    "32b": {"family": "llama", "dim": 5120, "layers": 64, "heads": 40, "kv_heads": 8, "head_dim": 128, "ffn": 27648,
+            "vocab": 32000},
+}  # fmt: skip
 PARTS: dict[str, dict[str, Any]] = {
     "3.6b": {"model": "3.6b", "memory": {"offload": "states", "host_gib": 90}},
     "8b": {"model": "8b", "memory": {"split_master": True}},
     "8b-fp8": {"model": "8b", "memory": {"split_master": True}, "precision": "fp8"},
     "13b": {"model": "13b", "memory": {"offload": "auto", "host_gib": 95, "recompute": "full"}},
+    "13b-8bit": {"model": "13b", "memory": {"offload": "auto", "host_gib": 95, "recompute": "full", "states": "8bit"}},
+    "32b": {
+        "model": "32b",
+        "memory": {"offload": "auto", "host_gib": 105, "recompute": "full", "states": "24bit-master"},
+    },
     "20b": {"model": "20b", "memory": {"offload": "auto", "host_gib": 105, "recompute": "full"}},
 }
-LIMITS_S = {"links": 60, "bitwise": 100, "3.6b": 120, "8b": 110, "8b-fp8": 110, "13b": 200, "20b": 250}
+LIMITS_S = {
+    "states": 120,
+    "13b-8bit": 200,
+    "32b": 280,
+    "links": 60,
+    "bitwise": 100,
+    "3.6b": 120,
+    "8b": 110,
+    "8b-fp8": 110,
+    "13b": 200,
+    "20b": 250,
+}
 TOKENS = (4, 4096)
 """Sequences in a step, and tokens in a sequence."""
 
@@ -155,6 +175,34 @@ def bitwise(name: str, steps: int) -> dict[str, Any]:
     return rows
 
 
+def smaller_states(name: str, steps: int) -> dict[str, Any]:
+    """Each memory.states: the run on the device and in host memory, and its last loss beside that of exact states."""
+    import torch
+
+    from weft.planner import make_plan
+
+    model = {"family": "llama", "dim": 1024, "layers": 4, "heads": 8, "kv_heads": 8, "ffn": 2816, "vocab": 32000}
+    rows: dict[str, Any] = {"part": "states"}
+    job = make({"model": "8b", "memory": {}}, model=model, optim={"clip": 0.5, "lr": 1e-3},
+               data={"source": "synthetic", "seq_len": 512})  # fmt: skip
+    job, plan = make_plan(job)
+    for states in ("exact", "bf16", "8bit", "24bit-master"):
+        split = replace(plan, states=states, split_master=True)
+        found = []
+        for tried in (split, replace(split, host_share=1.0, stream_gib=0.3)):
+            torch.manual_seed(0)
+            state, losses, times = train(job, tried, 8)
+            tensors = {n: t.detach().cpu().clone() for n, t in state.tensors().items() if not n.startswith("random")}
+            found.append((losses, tensors, statistics.median(times[2:])))
+            del state
+            torch.cuda.empty_cache()
+        (ours, here, fast), (theirs, there, slow) = found
+        same = ours == theirs and all(torch.equal(t, there[n]) for n, t in here.items())
+        what = "same bits" if same else "different bits"
+        rows[states] = f"{what}, loss {ours[-1]:.5f}, {fast:.3f} s a step, {slow:.3f} s from host memory"
+    return rows
+
+
 def links(name: str, steps: int) -> dict[str, Any]:
     """GB/s between host and device with persistent streams and page-locked memory."""
     import torch
@@ -192,7 +240,7 @@ def links(name: str, steps: int) -> dict[str, Any]:
     return rows
 
 
-KINDS = {"links": links, "bitwise": bitwise}
+KINDS = {"links": links, "bitwise": bitwise, "states": smaller_states}
 
 
 def main() -> None:

@@ -69,7 +69,7 @@ def test_field_option_and_lone_surrogates(tmp_path):
         (b'{"text": "x"', "is not JSON"),
         (b"[" * 100_000, "is not JSON"),
         (b"\xff{}", "is not UTF-8"),
-        (b'["x"]', "is a JSON list, not an object with the field 'text'"),
+        (b'["x"]', "is a JSON list, not an object with named fields"),
         (b'{"body": "x"}', r"has no field 'text' \(it has body\); name the one that holds the text: --field"),
         (b"{}", r"it has nothing"),
         (b'{"text": null}', "has a NoneType in the field 'text', not text"),

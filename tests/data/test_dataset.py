@@ -86,7 +86,7 @@ def test_an_empty_store_is_refused_and_a_tiny_one_is_padded(tmp_path):
 
 def test_an_unknown_source_lists_what_works(tmp_path):
     with pytest.raises(
-        JobError, match="'pydocs'; did you mean pydoc\\? It may be pydoc, stdlib, synthetic, the path of"
+        JobError, match="'pydocs'; did you mean pydoc\\? It may be pydoc, stdlib, docstrings, synthetic, mnist"
     ):
         open_dataset(job(source="pydocs"))
     with pytest.raises(JobError, match=r"no source or path is named '/no/where'\. It may be"):

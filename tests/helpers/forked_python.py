@@ -151,7 +151,7 @@ class Template:
             env = {**TEMPLATE_ENV, "WEFT_TEST_SPACE": "x" * ENVIRONMENT_BYTES}
             self.process = subprocess.Popen(command, env=env, pass_fds=(theirs.fileno(),))
         ours.settimeout(START_TIMEOUT_S)
-        self.socket = ours
+        self.socket, self.lock = ours, threading.Lock()
         atexit.register(self.close)
 
     def start(self, start: Start) -> int:
@@ -159,7 +159,7 @@ class Template:
         words = {"command": start.command, "env": start.env, "cwd": start.cwd, "new_session": start.new_session}
         words["network"] = start.network
         message = json.dumps({**words, "files": list(start.files), "parent": os.getpid()}).encode()
-        with _subreaper():
+        with self.lock, _subreaper():
             socket.send_fds(self.socket, [message], list(start.files.values()))
             return int(self.socket.recv(64))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -167,3 +168,25 @@ def test_a_failed_write_in_the_background_is_raised_in_the_loop(
     monkeypatch.setattr(os, "pwritev", fail)
     with pytest.raises(MachineError, match=r"cannot be written at .*: Input/output error"):
         tier_ranks.run(job, plan, connect(plan), 2, start=state)
+
+
+def test_homes_of_a_kind_can_be_pinned(tmp_path: Path) -> None:
+    """Half of the moments on disk, the averages in host memory, and the low halves on the device: the same run."""
+    homes = {"moments": {"disk": 0.5}, "averages": "host", "master": "device"}
+    memory = {"offload": "states", "homes": homes, "disk": str(tmp_path), "host_gib": 1}
+    job, plan = make_plan(make_job("precision=bf16", "train.ema=0.9", memory=memory, parallel=section("1")), 1)
+    states = [(row["kind"], row["home"]) for row in plan.homes if row["kind"] not in ("weights", "gradients")]
+    assert sorted(states) == [
+        ("averages", "host"), ("low halves", "device"), ("moments", "device"), ("moments", "disk"),
+    ]  # fmt: skip
+    resident = tier_ranks.run(job, replace(plan, home_shares={}, host_share=0.0, split_master=False), connect(plan))
+    pinned = tier_ranks.run(job, plan, connect(plan))
+    assert resident.differences(pinned) == []
+    optimizers = pinned.state.optimizers
+    assert isinstance(optimizers, StreamedOptimizers)
+    matrices = sum(m.numel() for m in optimizers.master_params.values() if m.dim() > 1)
+    moved: Counter[tuple[str, str]] = Counter()
+    for (kind, source, target, _), size in optimizers.moved.items():
+        moved[kind, source] += size if target == "device" else 0
+    assert {key for key, size in moved.items() if size} == {("moments", "disk"), ("average", "host")}
+    assert moved["average", "host"] == 4 * 4 * matrices

@@ -43,7 +43,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 """The commands, in the order of --help."""
 
 GROUPS: dict[str, tuple[str, dict[str, Callable[..., None]]]] = {
-    "data": ("Build token stores.", {"build": data.data_build}),
+    "data": ("Build and convert token stores.", {"build": data.data_build, "convert": data.data_convert}),
     "queue": (
         queue.queue.__doc__ or "",
         {"init": queue.queue_init, "run": queue.queue_run, "release": queue.queue_release},

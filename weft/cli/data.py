@@ -1,4 +1,4 @@
-"""`weft data`: building token stores."""
+"""`weft data`: building and converting token stores."""
 
 from __future__ import annotations
 
@@ -12,23 +12,56 @@ from weft.cli.common import AsJson, clean_up_on_interrupt, print_json
 
 
 def data_build(
-    sources: Annotated[list[str], typer.Argument(metavar="SOURCE...", help="Text files, JSONL files or folders.")],
+    sources: Annotated[
+        list[str], typer.Argument(metavar="SOURCE...", help="Text, JSONL, parquet or arrow files, or folders.")
+    ],
     out: Annotated[Path, typer.Option(help="Folder of the token store.")],
     tokenizer: Annotated[
         str, typer.Option(help="bytes, bpe:N to train a BPE tokenizer of N tokens, or a tokenizer.json.")
     ] = "bytes",
     workers: Annotated[int | None, typer.Option(min=1, help="Number of processes. Default: one per core.")] = None,
-    field: Annotated[str, typer.Option(help="Field of a JSONL line with the text.")] = "text",
+    field: Annotated[str, typer.Option(help="Field of a record with the text.")] = "text",
+    format: Annotated[str, typer.Option(help="What records are: text, chat or instruction.")] = "text",
+    template: Annotated[
+        str | None,
+        typer.Option(help="Chat template: chatml, plain or a .jinja file. Default: that of the tokenizer's folder."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Tokenize text into a token store. An interrupted build continues when it is run again."""
     from weft.data.build_store import build
+    from weft.job.errors import JobError
     from weft.watch.progress import byte_bar
+
+    if format not in (known := ("text", "chat", "instruction")):
+        raise JobError(f"--format {format!r} is not a known format of records; use {', '.join(known)}")
 
     clean_up_on_interrupt()
     with byte_bar("building", quiet=as_json) as progress:
-        made = build(sources, out, tokenizer, workers, field, progress)
+        made = build(sources, out, tokenizer, workers, field, progress, format=format, template=template)
     if as_json:
         print_json(asdict(made))
     else:
         print(f"{made.path}: {made.tokens:,} tokens, {made.documents:,} documents, vocabulary {made.vocab:,}")
+
+
+def data_convert(
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="A token store, Megatron's .bin with .idx, or nanoGPT's .bin.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the store, prefix of the .bin and .idx files, or .bin file.")],
+    to: Annotated[str, typer.Option(help="Format: store, megatron or nanogpt.")] = "store",
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Tokenizer of the tokens, for a store: bytes or a tokenizer.json.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Convert tokens between Weft's store, Megatron's .bin and .idx, and nanoGPT's .bin."""
+    from weft.data.formats.token_formats import convert
+
+    clean_up_on_interrupt()
+    tokens, documents, found = convert(source, out, to, tokenizer)
+    if as_json:
+        print_json({"path": str(out), "tokens": tokens, "documents": documents, "from": found, "to": to})
+    else:
+        print(f"{out}: {tokens:,} tokens, {documents:,} documents, from {found} to {to}")

@@ -11,12 +11,28 @@ import typer
 from weft.cli.common import AsJson, clean_up_on_interrupt, print_json
 
 
-def doctor(as_json: AsJson = False) -> None:
+def doctor(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="With --on: settings such as cluster.nodes=2.")
+    ] = None,
+    on: Annotated[
+        str | None, typer.Option("--on", metavar="TARGET", help="Check the nodes of a target of weft launch instead.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Check whether this machine is ready for training. Exit code 4 if something required is missing."""
     from weft.hardware.doctor import diagnose, show, to_json, worst
-    from weft.job.errors import Exit
+    from weft.job.errors import Exit, JobError
 
-    checks = diagnose()
+    if on is not None:
+        from weft.launch.cluster_doctor import check_cluster
+
+        clean_up_on_interrupt()
+        checks = check_cluster(on, overrides or ())
+    elif overrides:
+        raise JobError(f"{overrides[0]!r} is a setting of a target: give --on TARGET")
+    else:
+        checks = diagnose()
     print(to_json(checks) if as_json else show(checks))
     raise typer.Exit(Exit.MACHINE if worst(checks) == "fail" else Exit.DONE)
 

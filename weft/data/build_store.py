@@ -24,8 +24,17 @@ from typing import Any
 import numpy as np
 
 from weft.data import store
-from weft.data.build_part import part_is_complete, part_path, read_part, rename_durable, write_atomic, write_part
-from weft.data.sources import PART_BYTES, Part, SourceFile, find_files, json_texts, read_range, split_into_parts
+from weft.data.build_part import (
+    RecordLayout,
+    part_is_complete,
+    part_path,
+    read_part,
+    rename_durable,
+    write_atomic,
+    write_part,
+)
+from weft.data.chat.template import load_template
+from weft.data.sources import PART_BYTES, Part, SourceFile, find_files, read_range, split_into_parts, texts
 from weft.data.tokenizer import Tokenizer, bpe_size, load_tokenizer, train_bpe
 from weft.job import token_files
 from weft.job.errors import JobError, MachineError
@@ -51,8 +60,10 @@ class BuildResult:
 def build(
     sources: str | Path | Sequence[str | Path], out: str | Path, tokenizer: str | Path = "bytes",
     workers: int | None = None, field: str = "text", progress: Progress | None = None, part_bytes: int = PART_BYTES,
+    format: str = "text", template: str | None = None,
 ) -> BuildResult:  # fmt: skip
-    """Build the token store `out` from text files (a file is a document), .jsonl files (a line is one) and folders.
+    """Build the token store `out` from text files (a file is a document), .jsonl files and tables (a line or row is
+    one) and folders. `format` is text, or chat or instruction for conversations, which a chat template writes.
 
     Finished parts are kept in out/.parts, so the same call continues an interrupted build and gives the same bytes.
     `progress` is called with (bytes done, bytes in total). More than one worker uses a pool of spawned processes: a
@@ -65,13 +76,14 @@ def build(
     names = [str(sources)] if isinstance(sources, str | Path) else [str(x) for x in sources]
     try:
         files = find_files(names, out)
-        settings = _settings(files, str(tokenizer), field, part_bytes)
+        layout = _record_layout(files, str(tokenizer), field, format, template)
+        settings = _settings(files, str(tokenizer), layout, part_bytes)
         with _locked_folder(out, settings) as folder:
             if not (out / token_files.META).exists():
                 spec = _prepare_tokenizer(folder, files, str(tokenizer), field, part_bytes)
                 parts = split_into_parts(files, part_bytes)
-                _encode_parts(parts, folder, spec, field, workers, progress)
-                _assemble(out, folder, len(parts), spec, names)
+                _encode_parts(parts, folder, spec, layout, workers, progress)
+                _assemble(out, folder, len(parts), spec, names, layout.masked)
             shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         raise MachineError(f"the store {out} could not be built: {error}; fix this and run the build again") from error
@@ -81,7 +93,31 @@ def build(
     return BuildResult(meta.tokens, meta.documents, meta.vocab, out, time.perf_counter() - began)
 
 
-def _settings(files: Sequence[SourceFile], tokenizer: str, field: str, part_bytes: int) -> dict[str, Any]:
+def build_settings(
+    sources: Sequence[str], tokenizer: str, field: str, format: str, template: str | None
+) -> dict[str, Any]:
+    """Everything that determines the bytes of the store of these sources."""
+    files = find_files(sources, Path(os.devnull))
+    return _settings(files, tokenizer, _record_layout(files, tokenizer, field, format, template), PART_BYTES)
+
+
+def _record_layout(
+    files: Sequence[SourceFile], tokenizer: str, field: str, format: str, template: str | None
+) -> RecordLayout:
+    """How the records of these files are encoded; a chat template is loaded once, here."""
+    if format == "text":
+        return RecordLayout(field)
+    if plain := [file.path for file in files if file.kind == "text"]:
+        raise JobError(f"{plain[0]} has no records, which the format {format} needs; write .jsonl or .parquet")
+    if bpe_size(tokenizer) is not None:
+        raise JobError(f"tokenizer {tokenizer!r} has no chat template; name the folder of a tokenizer.json, or bytes")
+    loaded = load_tokenizer(tokenizer)
+    path = tokenizer if tokenizer == "bytes" else str(token_files.find_tokenizer(tokenizer))
+    found = load_template(path, template, loaded.decode_special(loaded.eos))
+    return RecordLayout(field, format, found.source, tuple(sorted(found.tokens.items())))
+
+
+def _settings(files: Sequence[SourceFile], tokenizer: str, layout: RecordLayout, part_bytes: int) -> dict[str, Any]:
     """Everything that determines the bytes of a store; a build continues one with equal settings."""
     if tokenizer != "bytes" and bpe_size(tokenizer) is None:
         load_tokenizer(tokenizer)
@@ -90,12 +126,17 @@ def _settings(files: Sequence[SourceFile], tokenizer: str, field: str, part_byte
     return {
         "format": token_files.FORMAT,
         "tokenizer": tokenizer,
-        "field": field,
+        "field": layout.field,
+        **({"conversations": layout.format, "template": _template_hash(layout)} if layout.masked else {}),
         "part_bytes": part_bytes,
         "files": len(files),
         "bytes": sum(f.size for f in files),
         "listing": hashlib.sha256(listing).hexdigest(),
     }
+
+
+def _template_hash(layout: RecordLayout) -> str:
+    return hashlib.sha256(json.dumps([layout.template, layout.tokens]).encode()).hexdigest()
 
 
 @contextlib.contextmanager
@@ -162,47 +203,53 @@ def _prepare_tokenizer(folder: Path, files: Sequence[SourceFile], name: str, fie
 
 def _sample_texts(parts: Sequence[Part], field: str) -> Iterator[str]:
     """Texts to train a vocabulary on: all of a small corpus, evenly spaced parts of a large one."""
-    total = sum(byte_range.stop - byte_range.start for part in parts for byte_range in part)
+    total = sum(byte_range.size for part in parts for byte_range in part)
     for part in parts[:: -(-total // _TRAIN_BYTES) or 1]:
         for byte_range in part:
-            if byte_range.kind == "jsonl":
-                yield from json_texts(byte_range, field)
+            if byte_range.kind != "text":
+                yield from texts(byte_range, field)
             else:
                 yield read_range(byte_range).decode("utf-8", "replace")
 
 
 def _encode_parts(
-    parts: Sequence[Part], folder: Path, spec: str, field: str, workers: int | None, progress: Progress | None
+    parts: Sequence[Part],
+    folder: Path,
+    spec: str,
+    layout: RecordLayout,
+    workers: int | None,
+    progress: Progress | None,
 ) -> None:
     """Write every part that is not there yet."""
     tokenizer = load_tokenizer(spec)
     dtype = store.token_dtype(tokenizer.vocab)
-    sizes = [sum(byte_range.stop - byte_range.start for byte_range in part) for part in parts]
-    todo = [number for number in range(len(parts)) if not part_is_complete(part_path(folder, number), dtype)]
+    sizes = [sum(byte_range.size for byte_range in part) for part in parts]
+    numbers = range(len(parts))
+    todo = [number for number in numbers if not part_is_complete(part_path(folder, number), dtype, layout.masked)]
     done = sum(sizes) - sum(sizes[number] for number in todo)
     if progress:
         progress(done, sum(sizes))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(workers or cores, len(todo))
-    jobs = [(number, parts[number], part_path(folder, number), field) for number in todo]
+    jobs = [(number, parts[number], part_path(folder, number), layout) for number in todo]
     for number in _one_by_one(jobs, tokenizer) if workers <= 1 else _in_pool(jobs, spec, workers):
         done += sizes[number]
         if progress:
             progress(done, sum(sizes))
 
 
-_PartJob = tuple[int, Part, Path, str]
+_PartJob = tuple[int, Part, Path, RecordLayout]
 
 
 def _one_by_one(jobs: Sequence[_PartJob], tokenizer: Tokenizer) -> Iterator[int]:
-    for number, part, target, field in jobs:
-        write_part(target, part, tokenizer, field)
+    for number, part, target, layout in jobs:
+        write_part(target, part, tokenizer, layout)
         yield number
 
 
 def _in_worker(job: _PartJob, spec: str) -> int:
-    number, part, target, field = job
-    write_part(target, part, _loaded_once(spec), field)
+    number, part, target, layout = job
+    write_part(target, part, _loaded_once(spec), layout)
     return number
 
 
@@ -247,33 +294,36 @@ def _start_worker() -> None:
     threading.Thread(target=leave_with_parent, daemon=True).start()
 
 
-def _assemble(out: Path, folder: Path, parts: int, spec: str, names: list[str]) -> None:
+def _assemble(out: Path, folder: Path, parts: int, spec: str, names: list[str], masked: bool) -> None:
     """Join the parts in order; meta.json comes last, so a folder that has it is complete."""
     tokenizer = load_tokenizer(spec)
     dtype = store.token_dtype(tokenizer.vocab)
-    tokens_tmp, docs_tmp = folder / f"{token_files.TOKENS}.tmp", folder / f"{token_files.DOCS}.tmp"
     total = documents = 0
-    with tokens_tmp.open("wb") as tokens_file, docs_tmp.open("wb") as docs_file:
-        first = np.zeros(1, dtype="<i8").tobytes()
-        docs_file.write(first)
-        crcs = {token_files.TOKENS: 0, token_files.DOCS: zlib.crc32(first)}
+    written = [token_files.TOKENS, token_files.DOCS, *([token_files.MASK] if masked else [])]
+    crcs = dict.fromkeys(written, 0)
+    with contextlib.ExitStack() as stack:
+        files = {name: stack.enter_context((folder / f"{name}.tmp").open("wb")) for name in written}
+
+        def append(name: str, data: bytes) -> None:
+            files[name].write(data)
+            crcs[name] = zlib.crc32(data, crcs[name])
+
+        append(token_files.DOCS, np.zeros(1, dtype="<i8").tobytes())
         for number in range(parts):
-            ends, tokens = read_part(part_path(folder, number), dtype)
-            for file, name, data in (
-                (tokens_file, token_files.TOKENS, tokens.tobytes()),
-                (docs_file, token_files.DOCS, (ends + total).astype("<i8").tobytes()),
-            ):
-                file.write(data)
-                crcs[name] = zlib.crc32(data, crcs[name])
+            ends, tokens, mask = read_part(part_path(folder, number), dtype)
+            append(token_files.TOKENS, tokens.tobytes())
+            append(token_files.DOCS, (ends + total).astype("<i8").tobytes())
+            if masked:
+                append(token_files.MASK, mask.tobytes())
             total += tokens.size
             documents += ends.size
-        for file in (tokens_file, docs_file):
+        for file in files.values():
             file.flush()
             os.fsync(file.fileno())
     if not documents:
         raise JobError(f"there is no document in {', '.join(names)}; a store needs at least one")
-    rename_durable(tokens_tmp, out / token_files.TOKENS)
-    rename_durable(docs_tmp, out / token_files.DOCS)
+    for name in written:
+        rename_durable(folder / f"{name}.tmp", out / name)
     if spec != "bytes":
         data = Path(spec).read_bytes()
         crcs[token_files.TOKENIZER] = zlib.crc32(data)

@@ -10,8 +10,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data.corpora import CORPORA, encode_corpus
+from weft.data.chat.conversations import ConversationEncoder, Mask
+from weft.data.chat.packed_documents import PackedDocuments
+from weft.data.chat.template import load_template
+from weft.data.corpora import CORPORA, RECORD_CORPORA, encode_corpus, encode_records
 from weft.data.file_array import FileArray
+from weft.data.mixture import MixedDataset, SourceShares
+from weft.data.order import OrderedDataset, SampleOrder
+from weft.data.prepared_files import prepared_store
 from weft.data.store import is_store, open_store, store_tokenizer
 from weft.data.synthetic import open_synthetic
 from weft.data.text_windows import TextDataset
@@ -25,7 +31,7 @@ from weft.job.token_files import read_meta
 Sample = dict[str, np.ndarray]
 """inputs, targets and valid (and docs and positions when data.mask_documents), each without a batch dim."""
 
-_NAMES = (*CORPORA, "synthetic", *IMAGE_SOURCES)
+_NAMES = (*CORPORA, *RECORD_CORPORA, "synthetic", *IMAGE_SOURCES)
 
 
 class Dataset(Protocol):
@@ -44,36 +50,92 @@ class Dataset(Protocol):
 def open_dataset(job: Job) -> Dataset:
     """The dataset behind job.data; job.model is resolved."""
     data = job.data
-    if data.source == "synthetic":
+    order = SampleOrder(data.shuffle, data.shuffle_block)
+    if data.mixture:
+        return _open_mixture(job, order)
+    found = _open_source(job, data.source, data.format)
+    return found if data.shuffle == "samples" else OrderedDataset(found, order)
+
+
+def _open_mixture(job: Job, order: SampleOrder) -> Dataset:
+    data = job.data
+    opened = [_open_source(job, each.source, each.format or data.format) for each in data.mixture]
+    if any(getattr(dataset, "takes_epoch", False) for dataset in opened):
+        raise JobError("data.mixture mixes text and conversations, and one of its sources holds images; leave it out")
+    keys = [set(dataset.train(0)) for dataset in opened]
+    if any(k != keys[0] for k in keys):
+        raise JobError(
+            "data.mixture has sources with packed conversations and sources without; write data.mask_documents=true"
+        )
+    start = [each.weight for each in data.mixture]
+    end = [each.weight if each.final_weight is None else each.final_weight for each in data.mixture]
+    total = job.train.ramp.samples_before(job.train.steps) if start != end else 0
+    shares = SourceShares(start, end, round(total * data.anneal_from), total)
+    return MixedDataset(opened, shares, order, "+".join(fingerprint_of(dataset) for dataset in opened))
+
+
+def _open_source(job: Job, source: str, format: str | None) -> Dataset:
+    """The dataset of one source."""
+    data = job.data
+    if source == "synthetic":
         return open_synthetic(job)
-    if reads_images(job):
-        return open_images(job)
-    if _is_user_dataset(data.source):
-        return open_user_dataset(job)
-    if data.source not in CORPORA:
-        _check_store_path(data.source)
+    own = job.model_copy(update={"data": data.model_copy(update={"source": source})})
+    if format is None and reads_images(own):
+        return open_images(own)
+    if format is None and _is_user_dataset(source):
+        return open_user_dataset(own)
+    if source not in _NAMES and not (format and not is_store(Path(source))):
+        _check_store_path(source)
     if job.model.is_classifier or job.model.is_stack:
         raise JobError(
-            f"data.source {data.source} gives tokens, and model.family {job.model.family} does not take them; "
+            f"data.source {source} gives tokens, and model.family {job.model.family} does not take them; "
             "write data.source=synthetic, or your own dataset as package.module:name"
         )
     tokens: Tokens | FileArray
     docs: NDArray[np.int64] | FileArray
-    if data.source in CORPORA:
+    mask: Mask | FileArray | None = None
+    if source in RECORD_CORPORA:
         tokenizer = load_tokenizer(data.tokenizer)
         _check_vocab(job, tokenizer.vocab)
-        encoded, docs = encode_corpus(CORPORA[data.source](), tokenizer)
+        encoded, docs, mask = encode_records(RECORD_CORPORA[source](), _encoder(data, tokenizer))
+        tokens, vocab, eos, fingerprint = encoded, tokenizer.vocab, tokenizer.eos, f"{zlib.crc32(encoded.data):08x}"
+    elif source in CORPORA:
+        _refuse_conversations(source, format)
+        tokenizer = load_tokenizer(data.tokenizer)
+        _check_vocab(job, tokenizer.vocab)
+        encoded, docs = encode_corpus(CORPORA[source](), tokenizer)
         tokens = encoded
         vocab, eos, fingerprint = tokenizer.vocab, tokenizer.eos, f"{zlib.crc32(encoded.data):08x}"
     else:
-        _check_vocab(job, read_meta(Path(data.source)).vocab)
-        store = open_store(data.source)
-        tokens, docs, vocab, eos = store.tokens, store.docs, store.meta.vocab, store.meta.eos
+        path = Path(source) if is_store(Path(source)) or format is None else prepared_store(data, source, format)
+        _check_vocab(job, read_meta(path).vocab)
+        store = open_store(path)
+        tokens, docs, mask, vocab, eos = store.tokens, store.docs, store.mask, store.meta.vocab, store.meta.eos
         fingerprint = store.fingerprint()
+        if mask is None:
+            _refuse_conversations(source, format)
+    if mask is not None:
+        return PackedDocuments(
+            tokens, docs, mask if data.answers_only else None, seq_len=data.seq_len, val_fraction=data.val_fraction,
+            packing=data.packing, vocab=vocab, eos=eos, name=source, fingerprint=fingerprint,
+        )  # fmt: skip
     return TextDataset(
         tokens, docs, seq_len=data.seq_len, val_fraction=data.val_fraction, mask_documents=data.mask_documents,
-        vocab=vocab, eos=eos, name=data.source, fingerprint=fingerprint,
+        vocab=vocab, eos=eos, name=source, fingerprint=fingerprint,
     )  # fmt: skip
+
+
+def _encoder(data: Data, tokenizer: Tokenizer) -> ConversationEncoder:
+    template = load_template(data.tokenizer, data.template, tokenizer.decode_special(tokenizer.eos))
+    return ConversationEncoder(tokenizer, template)
+
+
+def _refuse_conversations(source: str, format: str | None) -> None:
+    if format in ("chat", "instruction"):
+        raise JobError(
+            f"data.format={format} and data.source={source}: it holds text without questions and answers; name a JSONL "
+            f"or parquet file, or a store that `weft data build --format {format}` made"
+        )
 
 
 def fingerprint_of(dataset: Dataset) -> str:
@@ -84,18 +146,29 @@ def fingerprint_of(dataset: Dataset) -> str:
 def check_dataset(job: Job) -> None:
     """Refuse what open_dataset would refuse, as far as that can be known without reading a corpus or running code."""
     data = job.data
-    if data.source in CORPORA and not (job.model.is_classifier or job.model.is_stack):
-        _check_vocab(job, load_tokenizer(data.tokenizer).vocab)
-    elif not _is_user_dataset(data.source):
+    if data.mixture:
+        for each in data.mixture:
+            one = {"source": each.source, "format": each.format or data.format, "mixture": ()}
+            check_dataset(job.model_copy(update={"data": data.model_copy(update=one)}))
+    elif data.source in (*CORPORA, *RECORD_CORPORA) and not (job.model.is_classifier or job.model.is_stack):
+        tokenizer = load_tokenizer(data.tokenizer)
+        if data.source in RECORD_CORPORA:
+            _encoder(data, tokenizer)
+        else:
+            _refuse_conversations(data.source, data.format)
+        _check_vocab(job, tokenizer.vocab)
+    elif data.format or not _is_user_dataset(data.source):
         open_dataset(job)
 
 
 def open_tokenizer(data: Data) -> Tokenizer:
     """The tokenizer of data.source: a store brings its own, everything else uses data.tokenizer."""
-    if data.source in _NAMES or _is_user_dataset(data.source):
+    source = data.mixture[0].source if data.mixture else data.source
+    format = (data.mixture[0].format if data.mixture else None) or data.format
+    if source in _NAMES or (format and not is_store(Path(source))) or _is_user_dataset(source):
         return load_tokenizer(data.tokenizer)
-    _check_store_path(data.source)
-    return store_tokenizer(Path(data.source), read_meta(Path(data.source)))
+    _check_store_path(source)
+    return store_tokenizer(Path(source), read_meta(Path(source)))
 
 
 def _is_user_dataset(source: str) -> bool:
@@ -107,7 +180,7 @@ def _check_store_path(source: str) -> None:
     if path.is_file():
         raise JobError(
             f"data.source {source} is a file; build a token store from it with `weft data build {source} --out DIR` "
-            "and write data.source=DIR"
+            "and write data.source=DIR, or write data.format=text, chat or instruction"
         )
     if path.is_dir():
         if not is_store(path):

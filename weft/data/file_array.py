@@ -15,8 +15,9 @@ from weft.job.errors import JobError, MachineError
 class FileArray:
     """One-dimensional; slices are copies. Any number of processes and threads may read the same file."""
 
-    def __init__(self, path: Path, dtype: np.dtype[Any], size: int) -> None:
-        self.path, self.dtype, self.size = path, dtype, size
+    def __init__(self, path: Path, dtype: np.dtype[Any], size: int, first: int = 0) -> None:
+        self.path, self.dtype, self.size, self.first = path, dtype, size, first
+        """`first` is the index in the file of the first element."""
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._file)
 
@@ -41,7 +42,7 @@ class FileArray:
 
     def _read(self, start: int, count: int) -> np.ndarray:
         out = np.empty(count, self.dtype)
-        view, at = out.view(np.uint8).data, start * self.dtype.itemsize
+        view, at = out.view(np.uint8).data, (self.first + start) * self.dtype.itemsize
         while view:
             try:
                 done = os.preadv(self._file, [view], at)
@@ -50,7 +51,7 @@ class FileArray:
             if not done:
                 raise JobError(
                     f"{self.path} became shorter while it was read: it ends at byte {at:,} and should have "
-                    f"{self.size * self.dtype.itemsize:,}; restore it or build the store again"
+                    f"{(self.first + self.size) * self.dtype.itemsize:,}; restore it or build the store again"
                 )
             view, at = view[done:], at + done
         return out

@@ -18,7 +18,8 @@ import torch
 from weft.data.batch_shares import BatchShares, even_share, split_evenly
 from weft.data.dataset import Dataset, Sample
 from weft.data.epochs import epoch_len
-from weft.data.sampler import Ints, sample_index
+from weft.data.order import indices_of
+from weft.data.sampler import Ints
 from weft.job.errors import JobError
 from weft.job.train import BatchRamp
 
@@ -199,7 +200,7 @@ def _read_shares(
     """A rank's share of the step whose first sample is the `first` of the run: ids, dataset indices, microbatches."""
     first += shares.first(rank)
     ids = np.arange(first, first + shares.counts[rank], dtype=np.int64)
-    indices = sample_index(seed, ids, dataset.train_len, in_epoch)
+    indices = indices_of(dataset, seed, ids, in_epoch)
     return ids, indices, read_samples(dataset, ids, indices, shares.slices(rank), in_epoch)
 
 

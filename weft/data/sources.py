@@ -1,14 +1,22 @@
-"""Source files of a build in a fixed order, split into parts of bounded size, and their documents."""
+"""Source files of a build in a fixed order, split into parts of bounded size, and their records."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO
 
+from weft.data.formats.huggingface_folders import dataset_files
+from weft.data.formats.record_files import (
+    RECORD_FORMATS,
+    Record,
+    group_sizes,
+    parse_record,
+    read_records,
+    record_format,
+)
 from weft.job.errors import JobError
 from weft.job.token_files import PARTS, TOKENS
 
@@ -21,8 +29,10 @@ _JSONL = {".jsonl", ".ndjson"}
 _TEXT = """.txt .text .md .markdown .rst .adoc .org .tex .html .htm .xml .csv .tsv .json .yaml .yml .toml .ini .cfg .log
 .py .pyi .c .h .cc .cpp .cxx .hpp .cu .cuh .rs .go .java .kt .scala .swift .js .jsx .ts .tsx .css .rb .php .pl .lua
 .sh .sql .r .jl .hs .ml .cs .m .f90"""
-_PACKED = ".gz .bz2 .xz .zst .lz4 .zip .tar .tgz .7z .parquet .arrow .feather .npy .npz .bin .pdf .docx"
+_PACKED = ".gz .bz2 .xz .zst .lz4 .zip .tar .tgz .7z .npy .npz .bin .pdf .docx"
 TEXT_SUFFIXES = _JSONL | set(_TEXT.split())
+Kind = str
+"""text, jsonl, or an ending of formats/record_files.py."""
 
 
 @dataclass(frozen=True)
@@ -30,20 +40,27 @@ class SourceFile:
     """A file as it was at the start of the build."""
 
     path: str
-    kind: Literal["text", "jsonl"]
+    kind: Kind
     size: int
     mtime_ns: int
 
 
 @dataclass(frozen=True)
 class ByteRange:
-    """A byte range of one file; `ends` when the file's last byte is in it."""
+    """A byte range of one file, or a range of groups of rows where the kind is a table; `ends` when the file's last
+    byte is in it."""
 
     path: str
-    kind: Literal["text", "jsonl"]
+    kind: Kind
     start: int
     stop: int
     ends: bool
+    weight: int = 0
+    """Bytes of the groups of rows."""
+
+    @property
+    def size(self) -> int:
+        return self.weight or self.stop - self.start
 
 
 Part = tuple[ByteRange, ...]
@@ -57,15 +74,16 @@ def find_files(sources: Sequence[str | Path], out: Path) -> list[SourceFile]:
         if path.is_dir() and _is_store(path):
             raise JobError(f"{path} is a token store already; name the text it was built from")
         if path.is_dir():
-            inside = _walk(path, out.resolve())
+            inside = dataset_files(path) or _walk(path, out.resolve())
             if not inside:
                 raise JobError(
-                    f"the folder {path} holds no text file; weft data build takes {' '.join(sorted(TEXT_SUFFIXES))}"
+                    f"the folder {path} holds no text file; weft data build takes "
+                    f"{' '.join([*sorted(TEXT_SUFFIXES), *RECORD_FORMATS])}"
                 )
             files += [_describe(p) for p in inside]
         elif path.is_file():
-            if path.suffix.lower() in _PACKED.split():
-                raise JobError(f"{path} is not plain text; unpack or convert it to .txt or .jsonl first")
+            if record_format(path) is None and path.suffix.lower() in _PACKED.split():
+                raise JobError(f"{path} is not plain text; unpack or convert it to .txt, .jsonl or .parquet first")
             files.append(_describe(path))
         elif path.exists():
             raise JobError(f"{path} is neither a file nor a folder; write its contents to a .txt or .jsonl file first")
@@ -93,16 +111,18 @@ def _walk(folder: Path, out: Path) -> list[Path]:
             f for f in folders if not (f.startswith(".") or (place / f).resolve() == out or _is_store(place / f))
         ]
         found += [
-            place / name
-            for name in names
-            if not name.startswith(".") and Path(name).suffix.lower() in TEXT_SUFFIXES and (place / name).is_file()
+            place / name for name in names if not name.startswith(".") and _is_source(name) and (place / name).is_file()
         ]
     return sorted(found, key=lambda p: p.relative_to(folder).as_posix())
 
 
+def _is_source(name: str) -> bool:
+    return Path(name).suffix.lower() in TEXT_SUFFIXES or record_format(name) is not None
+
+
 def _describe(path: Path) -> SourceFile:
     stat = path.stat()
-    kind: Literal["text", "jsonl"] = "jsonl" if path.suffix.lower() in _JSONL else "text"
+    kind = record_format(path) or ("jsonl" if path.suffix.lower() in _JSONL else "text")
     return SourceFile(str(path.resolve()), kind, stat.st_size, stat.st_mtime_ns)
 
 
@@ -117,7 +137,7 @@ def split_into_parts(files: Sequence[SourceFile], part_bytes: int) -> list[Part]
     for file in files:
         for byte_range in _byte_ranges(file, part_bytes):
             open_part.append(byte_range)
-            weight += byte_range.stop - byte_range.start + _FILE_COST
+            weight += byte_range.size + _FILE_COST
             if weight >= part_bytes:
                 parts.append(tuple(open_part))
                 open_part, weight = [], 0
@@ -127,6 +147,11 @@ def split_into_parts(files: Sequence[SourceFile], part_bytes: int) -> list[Part]
 
 
 def _byte_ranges(file: SourceFile, part_bytes: int) -> Iterator[ByteRange]:
+    if file.kind in RECORD_FORMATS:
+        sizes = group_sizes(file.path, file.kind, file.size)
+        for i, size in enumerate(sizes):
+            yield ByteRange(file.path, file.kind, i, i + 1, i == len(sizes) - 1, max(1, size))
+        return
     if file.size <= part_bytes:
         yield ByteRange(file.path, file.kind, 0, file.size, True)
         return
@@ -177,8 +202,12 @@ def read_range(byte_range: ByteRange) -> bytes:
     return data
 
 
-def json_texts(byte_range: ByteRange, field: str) -> Iterator[str]:
-    """The text of each line of a .jsonl byte_range; lines of nothing but blanks are skipped."""
+def records(byte_range: ByteRange) -> Iterator[tuple[int, Record]]:
+    """Number and fields of each record of a byte range of .jsonl or of a table; blank lines are skipped. The number of
+    a line is counted from the start of the range."""
+    if byte_range.kind in RECORD_FORMATS:
+        yield from read_records(byte_range.path, byte_range.kind, byte_range.start, byte_range.stop)
+        return
     data = read_range(byte_range)
     at, number = 0, 0
     if byte_range.start == 0 and data.startswith(b"\xef\xbb\xbf"):
@@ -189,31 +218,31 @@ def json_texts(byte_range: ByteRange, field: str) -> Iterator[str]:
         line = data[at:stop]
         number += 1
         if line.strip():
-            yield _json_text(line, field, byte_range, number)
+            try:
+                yield number, parse_record(line)
+            except ValueError as error:
+                raise bad_record(byte_range, number, str(error)) from None
         at = stop + 1
 
 
-def _json_text(line: bytes, field: str, byte_range: ByteRange, number: int) -> str:
-    try:
-        value = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError:
-        raise _bad_line(byte_range, number, "is not UTF-8") from None
-    except (ValueError, RecursionError) as error:
-        raise _bad_line(byte_range, number, f"is not JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise _bad_line(byte_range, number, f"is a JSON {type(value).__name__}, not an object with the field {field!r}")
-    if field not in value:
-        has = ", ".join(list(value)[:8]) or "nothing"
-        raise _bad_line(
-            byte_range, number, f"has no field {field!r} (it has {has}); name the one that holds the text: --field"
-        )
-    text = value[field]
-    if not isinstance(text, str):
-        raise _bad_line(byte_range, number, f"has a {type(text).__name__} in the field {field!r}, not text")
-    return text
+def texts(byte_range: ByteRange, field: str) -> Iterator[str]:
+    """The text of each record."""
+    for number, record in records(byte_range):
+        if field not in record:
+            has = ", ".join(list(record)[:8]) or "nothing"
+            raise bad_record(
+                byte_range, number, f"has no field {field!r} (it has {has}); name the one that holds the text: --field"
+            )
+        text = record[field]
+        if not isinstance(text, str):
+            raise bad_record(byte_range, number, f"has a {type(text).__name__} in the field {field!r}, not text")
+        yield text
 
 
-def _bad_line(byte_range: ByteRange, number: int, what: str) -> JobError:
+def bad_record(byte_range: ByteRange, number: int, what: str) -> JobError:
+    """The error of a record, with its place in the file."""
+    if byte_range.kind in RECORD_FORMATS:
+        return JobError(f"{byte_range.path} row {number} {what}")
     before = 0
     with open(byte_range.path, "rb") as handle:
         left = byte_range.start

@@ -14,6 +14,7 @@ from weft.data.file_array import FileArray
 from weft.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from weft.job.token_files import (
     DOCS,
+    MASK,
     META,
     PARTS,
     TOKENIZER,
@@ -39,6 +40,8 @@ class Store:
     tokens: FileArray
     docs: FileArray
     """Offsets into tokens, one more than there are documents: document d is tokens[docs[d]:docs[d + 1]]."""
+    mask: FileArray | None = None
+    """Of conversations, 1 for each token of an answer: only these are targets."""
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer the store was built with."""
@@ -72,6 +75,7 @@ def open_store(path: str | Path, *, check: bool | None = None) -> Store:
     meta = read_meta(path)
     dtype = token_dtype(meta.vocab)
     sizes = {TOKENS: meta.tokens * dtype.itemsize, DOCS: (meta.documents + 1) * 8}
+    sizes |= {MASK: meta.tokens} if MASK in meta.crc32 else {}
     for name, size in sizes.items():
         there = _size(path, name)
         if there != size:
@@ -87,7 +91,8 @@ def open_store(path: str | Path, *, check: bool | None = None) -> Store:
     )
     if docs[0] != 0 or docs[-1] != meta.tokens:
         raise damaged(path, f"{DOCS} does not span the {meta.tokens:,} tokens")
-    return Store(path, meta, tokens, docs)
+    mask = FileArray(path / MASK, np.dtype(np.uint8), meta.tokens) if MASK in sizes else None
+    return Store(path, meta, tokens, docs, mask)
 
 
 def store_tokenizer(path: Path, meta: StoreMeta) -> Tokenizer:

@@ -43,6 +43,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens; bytes that are not UTF-8 become U+FFFD."""
 
+    def decode_special(self, token: int) -> str:
+        """The text of a special token, such as eos."""
+
 
 @dataclass(frozen=True)
 class ByteTokenizer:
@@ -59,6 +62,9 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(int(i) for i in ids).decode("utf-8", "replace")
+
+    def decode_special(self, token: int) -> str:
+        return chr(token)
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,9 @@ class BpeTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self.inner.decode([int(i) for i in ids], skip_special_tokens=True))
+
+    def decode_special(self, token: int) -> str:
+        return str(self.inner.id_to_token(token))
 
     def save(self, path: Path) -> None:
         """Write tokenizer.json; load_tokenizer reads it again."""

@@ -1,10 +1,17 @@
-"""The rank of this process, from the environment variables of torchrun, Weft's launcher or an MPI launcher."""
+"""The rank or node of this process, from the environment variables of torchrun, MPI launchers and schedulers."""
 
 from __future__ import annotations
 
 import os
+import re
+import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+
+from weft.hardware.network import own_address
+
+FIRST_PORT, PORTS = 20_000, 10_000
+"""Ports of rendezvous under schedulers, chosen by the number of the step."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,18 @@ MPI_LAUNCHERS: tuple[LauncherVariables, ...] = (
 )  # fmt: skip
 
 
+SLURM = LauncherVariables("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", min_world=2)
+"""srun sets them for the tasks of a step; SLURM_STEP_NUM_TASKS is not set in a batch script."""
+
+SCHEDULERS: tuple[LauncherVariables, ...] = (
+    SLURM,
+    LauncherVariables("PALS", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", min_world=2),
+    LauncherVariables("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
+            "JSM_NAMESPACE_LOCAL_SIZE", min_world=2),
+)  # fmt: skip
+"""Launchers of schedulers; LSF starts ranks by jsrun or by mpirun."""
+
+
 @dataclass(frozen=True)
 class RankInfo:
     """Rank and world size of a process."""
@@ -51,14 +70,68 @@ class RankInfo:
 
 def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
     """Rank information of this process; torchrun's variables take precedence over MPI's."""
-    for launcher in (TORCHRUN, *MPI_LAUNCHERS):
+    for launcher in (TORCHRUN, *MPI_LAUNCHERS, *SCHEDULERS):
         if _is_set(launcher, environ):
             rank, world = int(environ[launcher.rank]), int(environ[launcher.world])
-            local_world = int(environ.get(launcher.local_world, world))
+            local_world = int(environ.get(launcher.local_world, 0)) or world // _step_nodes(environ)
             return RankInfo(
                 rank, world, int(environ.get(launcher.local_rank, rank % local_world)), local_world, launcher.name
             )
     return RankInfo(0, 1, 0, 1, "alone")
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """Number of this node and of all nodes, where a scheduler starts one process a node."""
+
+    node: int
+    count: int
+    master: str
+    """Name or address of a node of the run, which gives the route to the others."""
+
+
+def node_info(environ: Mapping[str, str] = os.environ) -> NodeInfo | None:
+    """The node of this process in a Slurm step of one task a node; None elsewhere.
+
+    The master is the first node if its name can be resolved, else the machine that runs srun.
+    """
+    if TORCHRUN.rank in environ or not _is_set(SLURM, environ):
+        return None
+    count = int(environ[SLURM.world])
+    if _step_nodes(environ) != count:
+        return None
+    return NodeInfo(int(environ[SLURM.rank]), count, slurm_master(environ))
+
+
+def slurm_master(environ: Mapping[str, str] = os.environ) -> str:
+    """Address of the first node of a Slurm step, or of the machine that runs srun."""
+    names = expand_nodes(environ.get("SLURM_STEP_NODELIST", ""))
+    try:
+        return str(socket.getaddrinfo(names[0], 9, socket.AF_INET)[0][4][0])
+    except (OSError, IndexError):
+        found = environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
+        return own_address() if found.startswith("127.") else found  # then all nodes are on this machine
+
+
+def expand_nodes(text: str) -> list[str]:
+    """The names of a Slurm node list such as `a[01-03,7],b2`."""
+    names: list[str] = []
+    for part in re.findall(r"(?:[^,\[]|\[[^]]*\])+", text):
+        found = [""]
+        for plain, ranges in re.findall(r"([^\[]+)|\[([^]]*)\]", part):
+            ends = [plain] if plain else [n for piece in ranges.split(",") for n in _numbers(piece)]
+            found = [name + end for name in found for end in ends]
+        names += found
+    return names
+
+
+def _numbers(piece: str) -> list[str]:
+    first, sign, last = piece.partition("-")
+    return [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)] if sign else [first]
+
+
+def _step_nodes(environ: Mapping[str, str]) -> int:
+    return int(environ.get("SLURM_STEP_NUM_NODES", 1)) if _is_set(SLURM, environ) else 1
 
 
 def under_mpi(environ: Mapping[str, str] = os.environ) -> bool:
@@ -71,7 +144,7 @@ def _is_set(launcher: LauncherVariables, environ: Mapping[str, str]) -> bool:
 
 
 def export_torchrun_variables(environ: MutableMapping[str, str] = os.environ) -> bool:
-    """Set torchrun's variables from those of an MPI launcher. Returns whether there is a world to join."""
+    """Set torchrun's variables from those of another launcher. Returns whether there is a world to join."""
     found = rank_info(environ)
     if not found.joined:
         return False
@@ -80,4 +153,8 @@ def export_torchrun_variables(environ: MutableMapping[str, str] = os.environ) ->
         (TORCHRUN.local_world, found.local_world),
     ):  # fmt: skip
         environ.setdefault(key, str(value))
+    if found.started_by == SLURM.name and "MASTER_ADDR" not in environ:
+        environ["MASTER_ADDR"] = slurm_master(environ)
+        step = int(environ.get("SLURM_JOB_ID", 0)) * 16 + int(environ.get("SLURM_STEP_ID", 0))
+        environ.setdefault("MASTER_PORT", str(FIRST_PORT + step % PORTS))
     return True

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from typing import Literal
+import re
+from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from weft.job.launch_settings import LaunchSettings
 from weft.job.section import Section, limits
@@ -60,7 +61,10 @@ class Cluster(LaunchSettings):
     device: str = "auto"
     """cpu, cuda, or a device of the catalog such as h100-sxm; auto uses the GPUs if there are any."""
     nodes: int = Field(1, ge=1, le=10**6)
-    """Number of nodes (machines)."""
+    """Number of nodes (machines). 2..8 is an elastic run: it starts with 2, or more if they are there, grows up to 8
+    when nodes appear and continues without those that go."""
+    max_nodes: int | None = Field(None, ge=1, le=10**6)
+    """Most nodes of an elastic run; nodes: 2..8 sets both."""
     devices_per_node: int | Literal["auto"] = "auto"
     """Devices, and therefore ranks, on each node."""
     share_devices: bool = False
@@ -80,6 +84,20 @@ class Cluster(LaunchSettings):
     """Failure rates, and the cost of restarts and checkpoints."""
     price_usd_hour: float | None = Field(None, ge=0)
     """Price of one device per hour. Default: the catalog's."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_range(cls, value: Any) -> Any:
+        """`nodes: 2..8` is nodes: 2 and max_nodes: 8."""
+        found = re.fullmatch(r"(\d+)\.\.(\d+)", value["nodes"]) if _has_text_nodes(value) else None
+        return {**value, "nodes": int(found[1]), "max_nodes": int(found[2])} if found else value
+
+    @field_validator("max_nodes")
+    @classmethod
+    def _check_range(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and value < info.data.get("nodes", 1):
+            raise ValueError(f"must be at least cluster.nodes={info.data['nodes']}: write nodes: 2..8")
+        return value
 
     @field_validator("device", mode="before")
     @classmethod
@@ -103,3 +121,7 @@ class Cluster(LaunchSettings):
         valid=lambda n: 1 <= n <= MAX_DEVICES_PER_NODE,
         must=f"from 1 to {MAX_DEVICES_PER_NODE}, or auto",
     )
+
+
+def _has_text_nodes(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("nodes"), str)

@@ -12,17 +12,29 @@ from weft.job.section import Section, limits
 TIME_LIMIT = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
 
 
+class SlurmGroup(Section):
+    """Nodes of a heterogeneous Slurm job with options of their own."""
+
+    nodes: int = Field(1, ge=1, le=10**6)
+    """Number of these nodes; they are part of `cluster.nodes`."""
+    options: list[str] = Field(default_factory=list)
+    """Their options of sbatch, such as --partition=b200."""
+
+
 class SlurmOptions(Section):
     """Slurm: options of `sbatch` and `srun`."""
 
-    array: str | None = Field(None, pattern=r"^[0-9,:%-]+$")
-    """Job array such as 0-7%4: one run per task, named NAME-TASK, each with `array_set` applied."""
-    array_set: list[str] = Field(default_factory=list)
-    """Changes to the job of each array task, one line per task, such as "optim.lr=1e-3 train.seed=1"."""
+    array: list[str] = Field(default_factory=list)
+    """A job array with one run for each entry, named NAME-0, NAME-1 …: an entry holds changes to the job, such as
+    "optim.lr=1e-3 train.seed=1"."""
+    array_limit: int | None = Field(None, ge=1)
+    """Runs of the array at the same time."""
     container: Literal["pyxis", "apptainer"] = "pyxis"
-    """How `cluster.image` is run: srun --container-image (the pyxis plugin), or apptainer exec."""
-    groups: list[str] = Field(default_factory=list)
-    """Heterogeneous job: further groups of nodes, each as options of sbatch, such as "--nodes=2 --partition=b200"."""
+    """How `cluster.image` is run: by srun --container-image (the pyxis plugin), or by apptainer exec."""
+    cpus_per_node: int | None = Field(None, ge=1, le=4096)
+    """Cores of a node (--cpus-per-task). Default: one for each CPU rank, 8 for each GPU."""
+    groups: list[SlurmGroup] = Field(default_factory=list)
+    """A heterogeneous job: further groups of nodes with options of their own."""
     options: list[str] = Field(default_factory=list)
     """Further options of sbatch, such as --qos=high."""
     requeue: bool = True

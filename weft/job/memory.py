@@ -8,6 +8,8 @@ from pydantic import Field
 
 from weft.job.section import Section, limits
 
+Home = Literal["device", "host", "disk"]
+
 
 class Memory(Section):
     """How activations are saved for the backward pass, and where states live."""
@@ -39,6 +41,9 @@ class Memory(Section):
     """Memory of a device that a rank may use, if less than it has. It also applies to CPU ranks."""
     disk: str | None = None
     """Folder for states that do not fit into host memory, on a local NVMe disk. Left out: nothing is kept on disk."""
+    homes: dict[Literal["moments", "master", "averages"], Home | dict[Home, float]] = Field(default_factory=dict)
+    """Where states of a kind live, instead of what the planner chooses: {moments: host}, or shares such as
+    {moments: {host: 0.5, disk: 0.25}}, the rest on the device. master are the low halves of split master weights."""
     disk_gib: float | None = Field(None, gt=0)
     """Space in memory.disk for each rank. Default: 90 % of what is free, divided by the ranks of a node."""
     disk_tbw: float | None = Field(None, gt=0)
@@ -51,6 +56,14 @@ class Memory(Section):
     """Host memory of a rank for offloaded states and activations. Default: 70 % of the machine's memory, or of the
     container's limit, divided by its ranks."""
 
+    _check_homes = limits(
+        "homes",
+        valid=lambda homes: all(
+            isinstance(home, str) or (all(0 <= share <= 1 for share in home.values()) and sum(home.values()) <= 1)
+            for home in homes.values()
+        ),
+        must="device, host, disk or shares from 0 to 1 of them, such as {moments: {host: 0.5}}, for each kind",
+    )
     _check_fraction = limits(
         "offload_fraction", valid=lambda share: 0 < share <= 1, must="a share above 0 up to 1, or auto"
     )

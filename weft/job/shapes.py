@@ -175,8 +175,9 @@ def _shape(name: str | None) -> dict[str, Any]:
 
 def data_vocab(data: Data) -> int | None:
     """Vocabulary size of the data's tokenizer, or None if the model decides (synthetic data, a dataset of your own)."""
-    if data.source == "synthetic" or ":" in data.source:
+    sources = [each.source for each in data.mixture] or [data.source]
+    if sources[0] == "synthetic" or (":" in sources[0] and not data.format):
         return None
-    if (Path(data.source) / META).is_file():
-        return read_meta(Path(data.source)).vocab
+    if (Path(sources[0]) / META).is_file():
+        return read_meta(Path(sources[0])).vocab
     return 256 if data.tokenizer == "bytes" else tokenizer_vocab(data.tokenizer)

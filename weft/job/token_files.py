@@ -11,6 +11,8 @@ from weft.job.errors import JobError
 
 FORMAT = "weft-tokens-1"
 META, TOKENS, DOCS, TOKENIZER, PARTS = "meta.json", "tokens.bin", "docs.bin", "tokenizer.json", ".parts"
+MASK = "mask.bin"
+"""One byte for each token of a store of conversations: 1 where it belongs to an answer."""
 MAX_JSON_BYTES = 1 << 28
 """Larger files are neither metadata nor a tokenizer."""
 

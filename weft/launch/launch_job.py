@@ -15,8 +15,8 @@ from weft.job.registry import import_extensions
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.launch.run_files import check_is_run
+from weft.launch.targets.known_targets import find_target, resolve_target
 from weft.launch.targets.process_target import ProcessTarget
-from weft.launch.targets.registry import find_target, resolve_target
 from weft.launch.targets.target import (
     EXIT_FILE,
     SUBMITTED_JOB,
@@ -43,13 +43,13 @@ def plan_for(
     import_extensions(raw.get("extensions"))
     job = parse_job(raw)
     target.check_settings(job.cluster)
-    plan = _plan(job)
+    plan = _plan(job, target.world(job.cluster))
     return target, LaunchRequest(job, plan, Path.cwd(), attached)
 
 
-def _plan(job: Job) -> Plan:
+def _plan(job: Job, world: int | None) -> Plan:
     """The plan for the job's cluster; a FitError if no layout fits its devices."""
-    start = start_plan(job)
+    start = start_plan(job, world)
     planned, plan, found = best_plan(start, trainable=True)
     check(planned, plan, RUNNABLE)
     check_fits(planned, plan)

@@ -6,16 +6,19 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from weft.hardware.pod_environment import export_node_variables
+from weft.hardware.rank_environment import node_info
 from weft.job.errors import Exit, MachineError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.launch.open_files import ensure_open_files
 from weft.launch.run_files import write_job_and_plan
 from weft.launch.train import finish, prepare
+from weft.planner.make_plan import start_plan
+from weft.planner.plan import AXES
 from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER
 from weft.supervisor.nodes.node_address import NodeAddress
 from weft.supervisor.process_manager import run_supervised
@@ -24,11 +27,26 @@ from weft.watch.follower import following
 
 
 def this_node(job: Job, nproc: int | None) -> NodeAddress | None:
-    """The node that this process supervises; None for a single node, or if torchrun starts every rank."""
+    """The node that this process supervises; None for a single node, or if a launcher starts every rank."""
     export_node_variables()
+    if (found := node_info()) is not None:
+        os.environ.setdefault("NODE_RANK", str(found.node))
+        os.environ.setdefault("NNODES", str(found.count))
+        os.environ.setdefault("MASTER_ADDR", found.master)
+        for name in [name for name in os.environ if name.startswith("PMI")]:
+            del os.environ[name]  # srun sets them for programs that are not MPI programs too
     by_environment = "NODE_RANK" in os.environ and "NNODES" in os.environ
     by_torchrun = "RANK" in os.environ and nproc is not None
     return NodeAddress.from_env(job.resilience.bind) if by_environment or by_torchrun else None
+
+
+def ranks_per_node(job: Job, nodes: int) -> int:
+    """Ranks on each node where --nproc is not given: the job's, else what this machine supports."""
+    if job.cluster.devices_per_node != "auto":
+        return job.cluster.devices_per_node
+    world = start_plan(job.model_copy(update={"cluster": job.cluster.model_copy(update={"nodes": 1})})).world
+    pinned = job.parallel != "auto" and -1 not in (getattr(job.parallel, axis) for axis in AXES)
+    return max(1, world // nodes) if pinned else world
 
 
 def start_node(
@@ -44,8 +62,10 @@ def start_node(
     """
     if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) != 1 and "NODE_RANK" not in os.environ:
         raise MachineError("--nproc starts the ranks of a node: let torchrun start one process a node, or leave it out")
-    slots = nproc or prepare(job)[1].world
+    if job.cluster.max_nodes is not None:  # an elastic run starts with the least nodes, and others join
+        place = replace(place, count=job.cluster.nodes)
     nodes = max(place.count, 1)
+    slots = nproc or ranks_per_node(job, nodes)
     job = job.model_copy(update={"cluster": job.cluster.model_copy(update={"nodes": nodes})})
     job, plan = prepare(job, slots * nodes)
     run = RunDir(Path(job.runs_dir) / job.name)

@@ -10,7 +10,7 @@ from weft.job.errors import Exit, JobError
 from weft.job.run_folder import RunDir, find_run
 from weft.launch.queue.listing import claims_of_runs
 from weft.launch.queue.records import Request
-from weft.launch.targets.registry import TARGETS, find_target
+from weft.launch.targets.known_targets import TARGETS, find_target
 from weft.launch.targets.target import JobState, LaunchRecord
 from weft.watch.dash.run_catalog import RunEntry, find_runs
 

@@ -23,6 +23,8 @@ ROW_ALIGNMENT = 16
 """Rows at which a weight may be cut: a multiple of the vectors that kernels process, so that cutting changes no bit."""
 Home = str
 """device, host or disk."""
+HOME_KINDS = {"low": "master", "ema": "averages"}
+"""Kinds of states with homes of their own (memory.homes); the optimizer's own are moments."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ class Piece:
     unit: str
     slices: list[WeightSlice]
     optimizers: Optimizers
-    homes: dict[str, Home]
+    homes: dict[tuple[str, str], Home]
+    """By kind of states and slice."""
     averages: dict[str, Any] = field(default_factory=dict)
     """The moving averages by key, where the run has them."""
     streamed: list[PlacedState] = field(default_factory=list)
@@ -119,7 +122,8 @@ class Piece:
 
 
 def cut_pieces(
-    optim: Optim, model: Any, is_block: Callable[[str], bool], units: list[str], mesh: Mesh, shares: dict[Home, float],
+    optim: Optim, model: Any, is_block: Callable[[str], bool], units: list[str], mesh: Mesh,
+    shares: dict[str, dict[Home, float]],
     split: bool, limit: int,
 ) -> list[Piece]:  # fmt: skip
     """The pieces of a model in the order of the forward pass; what is outside the units comes first."""
@@ -134,7 +138,7 @@ def cut_pieces(
         return entry.elementwise and not isinstance(master, DTensor)
 
     matrices = {n: local_of(m).numel() for n, m in masters.items() if m.dim() > 1}  # vectors are not worth a copy
-    homes = assign_homes(matrices, shares)
+    homes = {kind: assign_homes(matrices, own) for kind, own in shares.items()}
     pieces: list[Piece] = []
     turns: Counter[tuple[type, bool]] = Counter()
     for unit in ("", *units):
@@ -150,7 +154,14 @@ def cut_pieces(
                     kind = type(part), group["params"][0].dim() >= 2
                     group["first"] = turns[kind]
                     turns[kind] += len(group["params"])
-            pieces.append(Piece(unit, slices, optimizers, {s.key: homes.get(s.name, "device") for s in slices}))
+            pieces.append(
+                Piece(
+                    unit,
+                    slices,
+                    optimizers,
+                    {(kind, s.key): own.get(s.name, "device") for kind, own in homes.items() for s in slices},
+                )
+            )
     return pieces
 
 

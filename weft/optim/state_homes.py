@@ -16,7 +16,7 @@ from weft.memory.split_master import split_
 from weft.mesh import Mesh
 from weft.optim.build_optimizers import Params, hollow
 from weft.optim.ema import Ema
-from weft.optim.pieces import Piece, PlacedState, zero_state
+from weft.optim.pieces import HOME_KINDS, Piece, PlacedState, zero_state
 from weft.optim.state_codecs import codec_of, round_to_24_bits_
 
 
@@ -87,7 +87,10 @@ class StateHomes:
         for piece, state in found:
             place = state.part.name, state.kind
             weight = local_of(self.master_params[state.part.name])
-            home = piece.homes[state.part.key] if state.shape == tuple(state.part.of(weight).shape) else "device"
+            own = state.shape == tuple(state.part.of(weight).shape)
+            home = (
+                piece.homes.get((HOME_KINDS.get(state.kind, "moments"), state.part.key), "device") if own else "device"
+            )
             whole = state.stored_shape if state.part.end is None else (len(weight), *state.stored_shape[1:])
             if home == "disk" and state.kind != "ema":
                 piece.disk.append(state)

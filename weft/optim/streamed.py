@@ -34,8 +34,8 @@ from weft.planner.engine_constants import STREAMED_PIECE_ELEMENTS
 class Tiering:
     """Where the states live, how they are stored, and how they are updated."""
 
-    shares: dict[Home, float] = field(default_factory=dict)
-    """Share of the states' bytes in each memory but the device's."""
+    shares: dict[str, dict[Home, float]] = field(default_factory=dict)
+    """Of each kind of states (moments, master, averages), the share in each memory but the device's."""
     split: bool = False
     """Whether master weights are split (memory/split_master.py)."""
     lazy: bool = True

@@ -170,7 +170,7 @@ def complete_plan(
         limit = (estimator or make_estimator(job, plan, start.world, start.device, start.memory_gib)).limit_gib
         plan = place_states(job, plan, limit, start.spare, reasons)
     predicted = _predict(start, plan, estimator)
-    if plan.disk_share and (line := endurance_line(job, plan, predicted.get("step_time_s"))):
+    if plan.disk and (line := endurance_line(job, plan, predicted.get("step_time_s"))):
         reasons.append(line)
     return job, replace(plan, reasons=tuple(reasons), predicted=predicted)
 

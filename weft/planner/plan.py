@@ -71,6 +71,8 @@ class Plan:
     """Share of the states (moments, low halves, moving averages) that lives in host memory."""
     disk_share: float = 0.0
     """Share of the states that lives on disk."""
+    home_shares: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Shares in host memory and on disk of the kinds of states whose homes the job pins (memory.homes)."""
     disk: str = ""
     """Folder of the states on disk."""
     stream_gib: float = 0.0
@@ -136,7 +138,16 @@ class Plan:
     @property
     def tiered(self) -> bool:
         """Whether states live outside of the device or in fewer bytes, or master weights are split."""
-        return self.split_master or self.states != "exact" or self.host_share + self.disk_share > 0
+        return self.split_master or self.states != "exact" or self.offloads_states
+
+    @property
+    def offloads_states(self) -> bool:
+        """Whether states live outside of the device."""
+        return self.host_share + self.disk_share > 0 or any(sum(own.values()) for own in self.home_shares.values())
+
+    def shares_of(self, kind: str) -> dict[str, float]:
+        """Shares in host memory and on disk of a kind of states: moments, master or averages."""
+        return self.home_shares.get(kind, {"host": self.host_share, "disk": self.disk_share})
 
     @property
     def lazy_update(self) -> bool:

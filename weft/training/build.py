@@ -60,7 +60,10 @@ def make_streamed_optimizers(
 ) -> StreamedOptimizers:
     """The job's optimizer, with its states where the plan has them."""
     units = tuple(find_units(build_model(job.model)))
-    shares = {home: share for home, share in (("host", plan.host_share), ("disk", plan.disk_share)) if share}
+    shares = {
+        kind: {home: share for home, share in plan.shares_of(kind).items() if share}
+        for kind in ("moments", "master", "averages")
+    }
     tiering = Tiering(
         shares, plan.split_master, plan.lazy_update, int(plan.stream_gib * 2**30), plan.disk, plan.states,
         job.train.seed,

@@ -27,8 +27,14 @@ if TYPE_CHECKING:
     from weft.training.session import Session
 
 SAMPLE_FIELDS = (
-    ("train", "seed"), ("data", "source"), ("data", "seq_len"), ("data", "tokenizer"), ("data", "val_fraction"),
-    ("data", "mask_documents"),
+    ("train", "seed"),
+    *(
+        ("data", key)
+        for key in (
+            "source", "seq_len", "tokenizer", "val_fraction", "mask_documents", "format", "template", "answers_only",
+            "packing", "field", "mixture", "anneal_from", "shuffle", "shuffle_block",
+        )
+    ),
 )  # fmt: skip
 """Job fields that determine which sample is the k-th."""
 
@@ -164,7 +170,8 @@ def _warn_about_changes(session: Session, before: dict[str, Any]) -> None:
     # equal shapes may mean another model: the number of heads does not change a matrix
     what += [("model", key, "the weights were trained with the former") for key in MODEL_FIELDS]
     for section, key, follows in what:
-        was, value = before[section].get(key), now[section][key]
+        value = now[section][key]
+        was = before[section].get(key, value)  # an earlier version of Weft may not have had the field
         if was != value:
             session.log.warning("%s", f"{section}.{key} was {was!r} until here and is {value!r} now: {follows}")
 

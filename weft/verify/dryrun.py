@@ -123,7 +123,7 @@ def trace(job: Job, plan: Plan, mesh: Mesh, copied: frozenset[str] = frozenset()
         grads = stepper.gradients(batches)
         stepper.update(grads, stepper.learning_rate())
         meter.stop()
-    master_params = state.model.master_params.values()
+    master_params = [*state.model.master_params.values(), *getattr(state.model, "twins", {}).values()]
     weights = [w for part in state.model.parts for w in getattr(part.data, "weights", {}).values()]
     parts = {
         "parameters": _bytes(master_params),
@@ -160,7 +160,7 @@ def make_batch(job: Job, plan: Plan) -> Batch:
         classes, patches = torch.zeros(size, dtype=torch.int64), torch.zeros(size, seq, model.patch_dim)
         return {**batch, "inputs": patches, "targets": classes, "valid": torch.ones(size, dtype=torch.bool)}
     batch |= {"inputs": tokens, "targets": tokens.clone(), "valid": torch.ones(size, seq, dtype=torch.bool)}
-    if job.data.mask_documents:
+    if job.data.separates_documents:
         batch |= {"docs": tokens.clone(), "positions": tokens.clone()}
     return batch
 

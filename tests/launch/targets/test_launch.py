@@ -10,7 +10,7 @@ import pytest
 from helpers import parity
 from helpers.command import Output, Started, losses, run_of, until, weft, write_job
 
-from weft.launch.targets.registry import TARGETS, find_target
+from weft.launch.targets.known_targets import TARGETS, find_target
 
 InProcess = Callable[..., Output]
 
@@ -21,8 +21,8 @@ def write_small_job(folder: Path, steps: int = 3, **cluster: object) -> None:
     write_job(folder, **sections)
 
 
-def test_local_launch_is_followed_listed_and_logged(tmp_path: Path, in_process: InProcess) -> None:
-    write_small_job(tmp_path)
+def test_local_launch_is_followed_listed_and_logged(tmp_path: Path, in_process: InProcess, interpreter: str) -> None:
+    write_small_job(tmp_path, python=interpreter)
     done = weft(tmp_path, "launch", "job.yaml", "--on", "local")
     assert done.code == 0, done.err
     assert "run is local job" in done.err
@@ -37,8 +37,8 @@ def test_local_launch_is_followed_listed_and_logged(tmp_path: Path, in_process: 
     assert "has already ended" in in_process(tmp_path, "stop", "run").last
 
 
-def test_detached_launch_is_stopped_and_resumes(tmp_path: Path, in_process: InProcess) -> None:
-    write_small_job(tmp_path, steps=10_000)
+def test_detached_launch_is_stopped(tmp_path: Path, in_process: InProcess, interpreter: str) -> None:
+    write_small_job(tmp_path, steps=10_000, python=interpreter)
     assert in_process(tmp_path, "launch", "job.yaml", "--on", "local", "--detach").code == 0
     run = run_of(tmp_path, "run")
     until(lambda: bool(losses(run)))
@@ -97,6 +97,14 @@ def test_refusals(tmp_path: Path, in_process: InProcess, words: list[str], text:
     refused = in_process(tmp_path, "launch", "job.yaml", *words)
     assert refused.code == 2
     assert text in refused.err
+
+
+def test_range_of_nodes(tmp_path: Path, in_process: InProcess) -> None:
+    write_small_job(tmp_path, nodes="1..3")
+    printed = in_process(tmp_path, "launch", "job.yaml", "--on", "slurm", "--print").out
+    assert "#SBATCH --nodes=1-3\n" in printed
+    refused = in_process(tmp_path, "launch", "job.yaml", "cluster.nodes=3..2", "--on", "slurm")
+    assert (refused.code, "must be at least cluster.nodes=3" in refused.last) == (2, True)
 
 
 def test_registered_targets_are_complete() -> None:

@@ -66,6 +66,25 @@ def test_a_checkpoint_that_the_disk_cannot_hold_is_refused(tmp_path: Path, monke
             check_checkpoint_space(made, plan)
 
 
+def test_pinned_homes_are_rows_of_the_plan(tmp_path: Path) -> None:
+    memory = {"offload": "states", "homes": {"moments": {"host": 0.5}}, "host_gib": 80}
+    _, plan = make_plan(job(memory))
+    rows = {(row["kind"], row["home"]): row["gib"] * 2**30 / 8.03e9 for row in plan.homes}
+    assert rows["moments", "host"] == pytest.approx(4, rel=1e-3) == pytest.approx(rows["moments", "device"], rel=1e-3)
+    assert rows["low halves", "host"] == pytest.approx(2, rel=1e-3)
+    for homes, message in (
+        ({"moments": "disk"}, r"memory\.homes keeps moments on disk, but it needs memory\.disk=FOLDER"),
+        ({"averages": "host"}, r"memory\.homes has averages, and this job has none: they come with train\.ema"),
+        ({"moments": {"host": 0.8, "disk": 0.5}}, r"memory\.homes.*must be device, host, disk or shares"),
+    ):
+        with pytest.raises(JobError, match=message):
+            make_plan(job({**memory, "homes": homes}))
+    with pytest.raises(
+        FitError, match=r"memory\.homes keeps 59\.8\d GiB of states a rank in host memory, and 9\.00 GiB"
+    ):
+        make_plan(job({**memory, "homes": {"moments": "host"}, "host_gib": 9}))
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(FitError, match=r"need 74\.79 GiB of host memory a rank, and 20\.00 GiB may be used"):
         make_plan(job({"offload": "states", "offload_fraction": 1.0, "host_gib": 20}))

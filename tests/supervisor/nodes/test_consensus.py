@@ -233,3 +233,15 @@ def test_last_node_continues_alone() -> None:
     proposal = consensus.propose(1.1)
     assert proposal is not None
     assert (proposal.number, proposal.nodes) == (5, (1,))
+
+
+def test_elastic_run_starts_with_any_nodes_that_are_enough() -> None:
+    node = Consensus(3, 2, elastic=True)
+    assert node.propose(0.0) is None
+    node.receive(Report(5, sent=0.1), 0.1)
+    found = node.propose(0.2)
+    assert found is not None
+    assert found.nodes == (3, 5)
+    node.receive(Report(7, attempt=4, state=RUNNING, sent=0.2), 0.2)
+    assert node.propose(0.3) is None, "the run goes on elsewhere: these nodes join it"
+    assert Consensus(3, 2).propose(0.0) is None

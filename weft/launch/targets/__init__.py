@@ -1,1 +1,1 @@
-"""The targets of `weft launch`: one module a target, registered in registry.py."""
+"""The targets of `weft launch`: one module a target, listed in known_targets.py."""

@@ -53,8 +53,8 @@ def run_command(command: list[str]) -> int:
     child = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_parent
     )  # this process has one thread
-    for number in received:
-        child.send_signal(number)
+    for earlier in received:
+        child.send_signal(earlier)
     code = child.wait()
     if code < 0:  # it was killed
         return int(STOP_CODES.get(signal.Signals(-code), Exit.DIFFERS))

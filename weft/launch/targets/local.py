@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.job.errors import JobError
-from weft.launch.targets.process_target import ProcessTarget
+from weft.launch.targets.process_target import ProcessTarget, run_process
 from weft.launch.targets.target import LaunchRequest, Submission
 
 
@@ -18,6 +18,9 @@ class LocalTarget(ProcessTarget):
         if request.nodes > 1:
             raise JobError(f"cluster.nodes={request.nodes} is more than this machine; --on local has one node")
         return Submission((tuple(request.train_command("--nproc", str(request.plan.world))),))
+
+    def run_on_nodes(self, request: LaunchRequest, command: list[str]) -> str:
+        return run_process(["bash", "-c", request.node_script(*command), "weft"])
 
     def check(self, request: LaunchRequest, submission: Submission) -> list[str]:
         return [f"{request.plan.world} ranks on this machine"]

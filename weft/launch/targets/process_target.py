@@ -85,6 +85,18 @@ class ProcessTarget(Target):
                 process.send_signal(number)
 
 
+def run_process(command: list[str], timeout_s: float = 300.0) -> str:
+    """The output of a command; a MachineError with its last line if it fails."""
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise MachineError(f"{command[0]} did not end within {timeout_s:.0f} s") from None
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+        raise MachineError(lines[-1].removeprefix("weft: "))
+    return done.stdout
+
+
 def _driver(folder: Path) -> psutil.Process | None:
     """The running driver of a launch; None if it has exited."""
     try:

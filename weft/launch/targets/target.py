@@ -91,6 +91,17 @@ class LaunchRequest:
         """The command that a node or rank of the run starts."""
         return [self.python, "-m", "weft", "train", str(self.launch_folder / SUBMITTED_JOB), *options]
 
+    def node_script(self, *command: str) -> str:
+        """Shell lines that a node runs: the set-up lines, the environment, and a command in the run's folder."""
+        exports = [f"export {name}={shlex.quote(value)}" for name, value in self.environment().items()]
+        workdir, folder = shlex.quote(self.workdir), shlex.quote(str(self.launch_folder))
+        missing = (
+            f"the folder {self.workdir} or the run folder is not on $(hostname): use a folder that all nodes share for "
+            "the run (runs_dir, cluster.workdir)"
+        )
+        check = f'cd {workdir} 2>/dev/null && [ -d {folder} ] || {{ echo "weft: {missing}" >&2; exit 4; }}'
+        return "\n".join([*self.cluster.setup, *exports, check, f'exec {shlex.join(command)} "$@"'])
+
     def environment(self) -> dict[str, str]:
         """Environment variables that the job sets for its nodes."""
         interface = self.cluster.interface
@@ -169,8 +180,6 @@ class Target(ABC):
     """One line of help."""
     fields: frozenset[str] = frozenset()
     """Fields of LaunchSettings that it reads; others are refused."""
-    ends_with_client: bool = True
-    """Whether an attached run is interrupted by Ctrl-C of `weft launch`; a scheduler's job continues."""
 
     def check_settings(self, cluster: Cluster) -> None:
         """Refuse settings that this target does not read."""
@@ -180,6 +189,10 @@ class Target(ABC):
             if name not in known and given != getattr(_DEFAULTS, name):
                 readers = ", ".join(sorted(self.fields)) or "none of these settings"
                 raise JobError(f"cluster.{name} is not used by the target {self.name}, which reads {readers}")
+
+    def world(self, cluster: Cluster) -> int | None:
+        """The number of ranks, where it is not cluster.nodes × cluster.devices_per_node."""
+        return None
 
     def complete(self, section: dict[str, Any]) -> dict[str, Any]:
         """The fields of `cluster` with what the target knows itself, such as the nodes of a hostfile."""
@@ -204,6 +217,10 @@ class Target(ABC):
     @abstractmethod
     def stop(self, record: LaunchRecord) -> None:
         """Ask the run to save and stop; returns without waiting."""
+
+    def run_on_nodes(self, request: LaunchRequest, command: list[str]) -> str:
+        """Run a command once on each node (weft doctor --on). Returns their output."""
+        raise JobError(f"weft doctor --on {self.name} is not supported")
 
     def kill(self, record: LaunchRecord) -> None:
         """End the run without saving."""

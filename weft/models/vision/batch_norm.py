@@ -13,7 +13,8 @@ from weft.comm.axis import Axis
 
 
 class GlobalBatchNorm(nn.Module):
-    """Batch norm of any number of dims, with the names and buffers of torch's. On one rank it is torch's own."""
+    """Batch norm of any number of dims, with the names and buffers of torch's. On one GPU it is torch's own; one CPU
+    rank computes as several do, with sums in float64, so that layouts differ by as little as possible."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -34,7 +35,7 @@ class GlobalBatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = (None if p is None else p.float() for p in (self.weight, self.bias))
-        if not self.training or not self.axes:
+        if not self.training or (x.is_cuda and not self.axes):
             of_batch = self.training or self.running_mean is None
             step = self._step() if self.training else 0.0
             return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, of_batch, step, self.eps)
@@ -68,11 +69,14 @@ class _Normalise(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dims, shape = [d for d in range(x.dim()) if d != 1], [1, -1, *[1] * (x.dim() - 2)]
         wide = x.float()
-        sums = torch.cat([wide.sum(dims).double(), wide.new_tensor([x.numel() // x.shape[1]]).double()])
-        *_, count = sums = _summed(sums, axes)
+        sums = torch.cat(
+            [wide.sum(dims, dtype=torch.float64), wide.new_tensor([x.numel() // x.shape[1]], dtype=torch.float64)]
+        )
+        sums = _summed(sums, axes)
+        count = sums[-1]
         mean = (sums[:-1] / count).float()
         centred = wide - mean.view(shape)  # the variance of centred values does not cancel
-        var = (_summed(centred.square().sum(dims).double(), axes) / count).float()
+        var = (_summed(centred.square().sum(dims, dtype=torch.float64), axes) / count).float()
         inverse = torch.rsqrt(var + eps)
         y = centred * inverse.view(shape)
         if weight is not None:
@@ -90,8 +94,9 @@ class _Normalise(torch.autograd.Function):
         dims, shape = ctx.dims, ctx.shape
         dy = grads[0].float()
         scaled = (x.float() - mean.view(shape)) * inverse.view(shape)
-        by_bias, by_weight = dy.sum(dims), (dy * scaled).sum(dims)
-        total = _summed(torch.cat([by_bias, by_weight]).double(), ctx.axes) / count
+        sums = torch.cat([dy.sum(dims, dtype=torch.float64), (dy * scaled).sum(dims, dtype=torch.float64)])
+        by_bias, by_weight = sums.float().chunk(2)
+        total = _summed(sums, ctx.axes) / count
         mean_dy, mean_scaled = total.float().chunk(2)
         dx = (dy - mean_dy.view(shape) - scaled * mean_scaled.view(shape)) * inverse.view(shape)
         if weight is not None:

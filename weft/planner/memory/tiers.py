@@ -50,9 +50,11 @@ def tier_settings(job: Job, plan: Plan, world: int) -> dict[str, Any]:
     if not offloads:
         return {"split_master": split, "states": memory.states}
     share = _most(job, plan, split, world) if memory.offload_fraction == "auto" else memory.offload_fraction
+    pinned = pinned_shares(job)
+    away = share or any(sum(own.values()) for own in pinned.values())
     return {
         "split_master": split, "states": memory.states, "host_share": share, "disk": memory.disk or "",
-        "stream_gib": share and STREAM_SLOTS * _piece_bytes(job, split, world) / GIB,
+        "home_shares": pinned, "stream_gib": away and STREAM_SLOTS * _piece_bytes(job, split, world) / GIB,
     }  # fmt: skip
 
 
@@ -77,12 +79,38 @@ def _disk_budget(job: Job, plan: Plan, world: int) -> float:
     return job.memory.disk_gib or free_gib(job.memory.disk) * DISK_SHARE * plan.nodes / world
 
 
+def pinned_shares(job: Job) -> dict[str, dict[str, float]]:
+    """Shares in host memory and on disk of the kinds of states that memory.homes pins."""
+    return {
+        kind: {home: share for home, share in (given.items() if isinstance(given, dict) else ((given, 1.0),))
+               if home != "device"}
+        for kind, given in job.memory.homes.items()
+    }  # fmt: skip
+
+
+def moved_per_parameter(job: Job, plan: Plan) -> dict[str, float]:
+    """Bytes of a parameter's states in host memory and on disk, each copied to the device and back in a step."""
+    kinds = state_kinds(job, plan.split_master)
+    return {
+        home: sum(size * plan.shares_of(kind).get(home, 0.0) for kind, size in kinds.items())
+        for home in ("host", "disk")
+    }  # fmt: skip
+
+
 def state_bytes_per_parameter(job: Job, split: bool) -> float:
-    """Bytes of the states of one parameter: moments, low half, moving average."""
+    """Bytes of the states of one parameter."""
+    return sum(state_kinds(job, split).values())
+
+
+def state_kinds(job: Job, split: bool) -> dict[str, float]:
+    """Bytes of each kind of states of one parameter."""
     numbers = OPTIMIZERS[job.optim.name].state_per_parameter(job.optim)
     side = 4096
     moments = float(stored_bytes(job.memory.states, numbers * side * side, side * side, (side, side))) / side**2
-    return moments + (low_half_bytes(job.memory.states) if split else 0) + (4 if job.train.ema else 0)
+    return {
+        "moments": moments, "master": low_half_bytes(job.memory.states) if split else 0,
+        "averages": 4 if job.train.ema else 0,
+    }  # fmt: skip
 
 
 def _piece_bytes(job: Job, split: bool, world: int) -> float:
@@ -107,37 +135,63 @@ def place_states(job: Job, plan: Plan, limit_gib: float, spare: bool, reasons: l
     held = {name: float(size[0]) / GIB for name, size in engine.states(layouts, Place(0)).items()}
     weights = held["copies"] + held["frozen"]
     low = held["parameters"] / 4 * low_half_bytes(plan.states) if plan.split_master else 0.0
-    states = {"low halves": low, "moments": held["optimizer"], "averages": held["average"]}
-    total, resident = sum(states.values()), float(engine.peak(layouts)[0]) / GIB
-    share, least = plan.host_share, plan.stream_gib
+    sizes = {"master": low, "moments": held["optimizer"], "averages": held["average"]}
+    pinned = {
+        home: sum(gib * plan.home_shares.get(kind, {}).get(home, 0.0) for kind, gib in sizes.items())
+        for home in ("host", "disk")
+    }
+    total = sum(gib for kind, gib in sizes.items() if kind not in plan.home_shares)
+    resident = float(engine.peak(layouts)[0]) / GIB
+    share, least = plan.host_share if total else 0.0, plan.stream_gib
     if spare and share:
         share = min(1.0, max(0.0, (resident + least - limit_gib) / total * MARGIN))
-    least = min(least, total * share)
-    host, disk = _shares(job, plan, total, share, spare, reasons)
+    away = total * share + sum(pinned.values())
+    least = min(least, away)
+    host, disk = _shares(job, plan, total, share, spare, reasons, pinned)
     left = limit_gib - (resident - share * total + least)
-    stream = min(total * share, least + max(0.0, STREAM_SHARE * left)) if share else 0.0
-    parked = max(0.0, plan.host_gib - host * total) if plan.offloads_activations else plan.host_gib
+    stream = min(away, least + max(0.0, STREAM_SHARE * left)) if away else 0.0
+    parked = max(0.0, plan.host_gib - host * total - pinned["host"]) if plan.offloads_activations else plan.host_gib
     masters = [] if plan.split_master else [("master weights", held["parameters"])]
     fixed = [("weights", weights)] if weights else []
     rows = [_row(kind, "device", gib) for kind, gib in (*fixed, *masters, ("gradients", held["gradients"]))]
-    for home, part in (("device", 1 - host - disk), ("host", host), ("disk", disk)):
-        present = [(kind, gib) for kind, gib in states.items() if gib and part > 1e-9]
-        rows += [_row(kind, home, gib * part, home != "device") for kind, gib in present]
+    plan = replace(plan, host_share=host, disk_share=disk)
+    for home in ("device", "host", "disk"):
+        for kind, gib in sizes.items():
+            own = plan.shares_of(kind)
+            part = own.get(home, 0.0) if home != "device" else 1 - sum(own.values())
+            if gib and part > 1e-9:
+                rows.append(_row(KIND_NAMES.get(kind, kind), home, gib * part, home != "device"))
     if plan.offloads_activations:
         rows.append(_row("block inputs, up to", "host", parked))
     return replace(
-        plan, host_share=host, disk_share=disk, stream_gib=stream, host_gib=parked, homes=tuple(rows),
-        disk=plan.disk if disk else "",
+        plan, stream_gib=stream, host_gib=parked, homes=tuple(rows), disk=plan.disk if disk or pinned["disk"] else "",
     )  # fmt: skip
+
+
+KIND_NAMES = {"master": "low halves"}
+"""Kinds of states in the rows of a plan, where they differ from those of memory.homes."""
 
 
 def _row(kind: str, home: str, gib: float, moved: bool = False) -> dict[str, Any]:
     return {"kind": kind, "home": home, "gib": round(gib, 6), "moved_gib": round(gib, 6) if moved else 0.0}
 
 
-def _shares(job: Job, plan: Plan, total: float, share: float, spare: bool, reasons: list[str]) -> tuple[float, float]:
-    """Shares of the states in host memory and on disk."""
-    budget = _host_budget(job, plan.world)
+def _shares(
+    job: Job, plan: Plan, total: float, share: float, spare: bool, reasons: list[str], pinned: dict[str, float]
+) -> tuple[float, float]:
+    """Shares in host memory and on disk of the states that are not pinned, of `total` GiB, beside `pinned` ones."""
+    host = _host_budget(job, plan.world)
+    if pinned["host"] > host * MARGIN:
+        raise FitError(
+            f"memory.homes keeps {pinned['host']:.2f} GiB of states a rank in host memory, and {host:.2f} GiB may be "
+            "used (memory.host_gib, by default 70 % of the machine's memory); a smaller share would work"
+        )
+    if pinned["disk"] > (space := _disk_budget(job, plan, plan.world) if job.memory.disk else 0.0):
+        raise FitError(
+            f"memory.homes keeps {pinned['disk']:.2f} GiB of states a rank on disk, and memory.disk={job.memory.disk} "
+            f"has {space:.2f} GiB for each rank; a smaller share or a larger disk would work"
+        )
+    budget = max(0.0, host - pinned["host"])
     if share * total <= budget * MARGIN:
         if 0 < share < 1 and job.memory.offload_fraction == "auto" and not spare:
             reasons.append(
@@ -151,7 +205,7 @@ def _shares(job: Job, plan: Plan, total: float, share: float, spare: bool, reaso
             f"offloaded states need {share * total:.2f} GiB of host memory a rank, and {budget:.2f} GiB may be used "
             "(memory.host_gib, by default 70 % of the machine's memory); memory.disk=FOLDER would keep the rest on disk"
         )
-    free = _disk_budget(job, plan, plan.world)
+    free = space - pinned["disk"]
     if need > free:
         raise FitError(
             f"states need {need:.2f} GiB a rank on disk besides {budget:.2f} GiB of host memory, and memory.disk="

@@ -42,6 +42,9 @@ def drop_last_rule(job: Job, plan: Plan) -> str | None:
     """data.drop_last ends epochs with batches of one size, which every rank reads."""
     if not job.data.drop_last:
         return None
+    if job.data.mixture or job.data.shuffle != "samples":
+        what = "data.mixture" if job.data.mixture else f"data.shuffle={job.data.shuffle}"
+        return f"data.drop_last=true and {what}, which has epochs of its own; leave drop_last out"
     if job.train.batch_ramp:
         return (
             "data.drop_last=true ends an epoch with a whole batch, and train.batch_ramp changes its size; leave one out"

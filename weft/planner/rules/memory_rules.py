@@ -62,6 +62,15 @@ def tiers_rule(job: Job, plan: Plan) -> str | None:
                 f"memory.{name}={getattr(memory, name)} has no effect with memory.offload={memory.offload}; "
                 "memory.offload=states would work"
             )
+    if memory.homes and not offloads:
+        return f"memory.homes has no effect with memory.offload={memory.offload}; memory.offload=states would work"
+    for kind, shares in plan.home_shares.items():
+        if shares.get("disk") and (kind == "averages" or not memory.disk):
+            what = "averages live on the device or in host memory" if memory.disk else "it needs memory.disk=FOLDER"
+            return f"memory.homes keeps {kind} on disk, but {what}"
+        needs = {"master": ("split master weights", plan.split_master), "averages": ("train.ema", job.train.ema)}
+        if kind in needs and not needs[kind][1]:
+            return f"memory.homes has {kind}, and this job has none: they come with {needs[kind][0]}"
     for name in ("disk_gib", "disk_tbw"):
         if getattr(memory, name) and not memory.disk:
             return f"memory.{name}={getattr(memory, name):g} needs the folder that it is about; add memory.disk=FOLDER"

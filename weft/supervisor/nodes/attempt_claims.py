@@ -30,10 +30,10 @@ class AttemptClaims:
                 file.flush()
                 os.fsync(file.fileno())
             try:
-                os.link(draft, self._path(decision.number))  # atomic, also over NFS
+                os.link(draft, self.path_of(decision.number))  # atomic, also over NFS
             except FileExistsError:
                 # NFS may repeat a call whose answer was lost: then the claim is ours after all
-                return os.path.samefile(draft, self._path(decision.number))
+                return os.path.samefile(draft, self.path_of(decision.number))
         finally:
             draft.unlink(missing_ok=True)
         return True
@@ -41,7 +41,7 @@ class AttemptClaims:
     def read(self, number: int) -> Decision | None:
         """The decision of an attempt, if it has been claimed."""
         try:
-            with self._path(number).open(encoding="utf-8") as file:
+            with self.path_of(number).open(encoding="utf-8") as file:
                 return Decision.from_json(json.loads(file.read(LIMIT)))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
@@ -54,5 +54,5 @@ class AttemptClaims:
             return 0
         return max((int(found[1]) for name in names if (found := _NAME.fullmatch(name))), default=0)
 
-    def _path(self, number: int) -> Path:
+    def path_of(self, number: int) -> Path:
         return self.folder / f"{number:06d}.json"

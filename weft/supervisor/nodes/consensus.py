@@ -157,7 +157,10 @@ class Consensus:
         incarnation: str = "",
         lost_s: float = LOST_S,
         minority_wait_s: float = MINORITY_WAIT_S,
+        elastic: bool = False,
     ):
+        """`elastic`: any `expected` nodes may start the run, instead of those numbered from 0."""
+        self.elastic = elastic
         self.me, self.expected, self.incarnation = me, expected, incarnation
         self.lost_s, self.lease_s, self.minority_wait_s = lost_s, LEASE * lost_s, minority_wait_s
         self.decision: Decision | None = None
@@ -250,7 +253,8 @@ class Consensus:
 
     def _form(self, now: float) -> Proposal | None:
         """The first attempt: claimed by the lowest node when all expected nodes are visible."""
-        there = [n for n in range(self.expected) if n == self.me or (n in self.reports and self.sees(n, now))]
+        candidates = sorted({self.me, *self.reports}) if self.elastic else range(self.expected)
+        there = [n for n in candidates if n == self.me or (n in self.reports and self.sees(n, now))]
         fresh = all(n == self.me or self.reports[n].attempt == 0 for n in there)
         if len(there) < self.expected or not fresh or there[0] != self.me:
             return None

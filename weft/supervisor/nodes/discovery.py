@@ -30,6 +30,13 @@ class NodeRegistry:
         last = self._last_end()
         return None if last is None or last == self._before else int(last[0])
 
+    def ended_since(self, claim: Path) -> bool:
+        """Whether the run's end was recorded after an attempt was claimed."""
+        try:
+            return (self.folder / "ended").stat().st_mtime_ns > claim.stat().st_mtime_ns
+        except OSError:
+            return False
+
     def _last_end(self) -> list[Any] | None:
         try:
             code, token = json.loads((self.folder / "ended").read_text(encoding="utf-8"))

@@ -51,6 +51,7 @@ class Membership:
         note: Callable[[str], None],
         lost_s: float = LOST_S,
         minority_wait_s: float = MINORITY_WAIT_S,
+        elastic: bool = False,
     ):
         self.run, self.place, self._decide, self._on_news, self._note = run, place, decide, on_news, note
         self.secret = run_secret(run.path)
@@ -59,7 +60,7 @@ class Membership:
         """Handlers of connections, by purpose."""
         self._registry = NodeRegistry(run.path / "nodes", place.node)
         incarnation = secrets.token_hex(8)
-        self.consensus = Consensus(place.node, place.count, incarnation, lost_s, minority_wait_s)
+        self.consensus = Consensus(place.node, place.count, incarnation, lost_s, minority_wait_s, elastic)
         self._changed = threading.Condition()
         self._target_set_at = self._announced = 0.0
         self._closed = False
@@ -106,9 +107,12 @@ class Membership:
             return self.consensus.joiners(time.monotonic())
 
     def missing(self) -> list[int]:
-        """Expected nodes that are not visible."""
+        """Expected nodes that are not visible; of an elastic run, none if there are enough others."""
         with self._changed:
-            return [n for n in range(self.place.count) if not self.consensus.sees(n, time.monotonic())]
+            now, known = time.monotonic(), {self.place.node, *self.consensus.reports}
+            if self.consensus.elastic and sum(self.consensus.sees(n, now) for n in known) >= self.place.count:
+                return []
+            return [n for n in range(self.place.count) if not self.consensus.sees(n, now)]
 
     def halt(self, why: str = "") -> None:
         """Report that this node's ranks have stopped."""
@@ -294,6 +298,8 @@ class Membership:
             reports = {**self.consensus.reports, self.place.node: self.consensus.own}
         if proposal is None:
             return
+        if decision is None and self.consensus.elastic and not self._last_attempt_is_over(proposal.nodes):
+            return
         number = proposal.number if decision is not None else self.claims.newest() + 1
         made = self._decide(Proposal(number, proposal.nodes, proposal.lost, proposal.joined, proposal.why), reports)
         with self._changed:
@@ -303,6 +309,16 @@ class Membership:
         claimed = made if self.claims.make(made) else self.claims.read(number)
         if claimed is not None:
             self._enter(claimed)
+
+    def _last_attempt_is_over(self, nodes: tuple[int, ...]) -> bool:
+        """Whether no node outside of `nodes` can still commit: an elastic run starts without some of its nodes."""
+        newest = self.claims.newest()
+        last = self.claims.read(newest)
+        return (
+            not newest
+            or (last is not None and last.nodes <= set(nodes))
+            or self._registry.ended_since(self.claims.path_of(newest))
+        )
 
     def _enter(self, decision: Decision) -> None:
         with self._changed:

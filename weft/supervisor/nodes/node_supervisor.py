@@ -59,8 +59,9 @@ class NodeSupervisor(Supervisor):
         self.left_out, self.attempt_first, self.closed, self.ending = 0.0, 0, False, False
         self.keeper, self.store_server = ReplicaStore(folder), StoreServer()
         self.nodes = Membership(
-            run, place, slots, self.decide, lambda: None, self.note, lost_s=job.resilience.node_lost_s
-        )
+            run, place, slots, self.decide, lambda: None, self.note, lost_s=job.resilience.node_lost_s,
+            elastic=job.cluster.max_nodes is not None,
+        )  # fmt: skip
         self.nodes.services |= {"store": self.store_server.serve, "copy": self.keeper.serve}
         self.sender = ReplicaSender(folder, self.nodes.secret, self.copy_request, self.nodes.set_copied, self.note)
         threading.Thread(target=self._renew, daemon=True, name="lease").start()

@@ -15,6 +15,9 @@ from weft.launch.targets.target import Target
 
 TARGETS = {
     "local": "weft.launch.targets.local:LocalTarget",
+    "ssh": "weft.launch.targets.ssh:SshTarget",
+    "mpi": "weft.launch.targets.mpi:MpiTarget",
+    "slurm": "weft.launch.targets.slurm:SlurmTarget",
     "ray": "weft.launch.targets.ray_target:RayTarget",
     "kubernetes": "weft.launch.targets.kubernetes.kubernetes_target:KubernetesTarget",
 }

@@ -1,0 +1,158 @@
+"""Conversations: templates, the mask of answers, packing, and what hostile templates can do."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.data.build_store import build
+from weft.data.chat.conversations import ConversationEncoder, messages_of
+from weft.data.chat.packed_documents import pack
+from weft.data.chat.template import BUILT_IN, ChatTemplate, load_template
+from weft.data.dataset import open_dataset
+from weft.data.store import open_store
+from weft.data.tokenizer import ByteTokenizer
+from weft.job import JobError, parse_job
+from weft.job.shapes import resolve
+
+TALK = [
+    {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello ä"},
+    {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "See you"},
+]  # fmt: skip
+
+
+def answers(template: ChatTemplate, messages: list[dict[str, Any]]) -> tuple[str, str]:
+    """The whole text, and the text of its masked tokens."""
+    tokens, mask = ConversationEncoder(ByteTokenizer(), template).encode(messages)
+    return bytes(tokens).decode(), bytes(tokens[mask > 0]).decode()
+
+
+def test_answers_are_masked() -> None:
+    text, found = answers(ChatTemplate(BUILT_IN["chatml"], "", {}), TALK)
+    assert text == "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in TALK) + "\0"
+    assert found == "Hello ä<|im_end|>\nSee you<|im_end|>\n\0"
+    # a template that drops earlier answers' first letter, as some drop thoughts: only contents are found
+    strange = "{% for m in messages %}{{ m.content if loop.last else m.content[1:] }}|{% endfor %}"
+    assert answers(ChatTemplate(strange, "", {}), TALK) == ("i|ello ä|ye|See you|\0", "See you\0")
+    assert answers(ChatTemplate(BUILT_IN["plain"], "", {"eos_token": "\0"}), TALK)[1] == "Hello ä\0See you\0"
+
+
+@pytest.mark.parametrize(
+    ("format", "record", "expected"),
+    [
+        ("chat", {"messages": TALK}, TALK),
+        ("chat", {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, None),
+        ("instruction", {"instruction": "a", "input": "", "output": "b"}, None),
+        ("instruction", {"prompt": "a", "completion": "b"}, None),
+        ("chat", {"text": "a"}, "has no messages or conversations (it has text)"),
+        ("chat", {"messages": [{"role": "user", "content": "a"}]}, "no message of the role assistant"),
+        ("chat", {"messages": [{"role": "user", "content": 3}]}, "without role and content as text"),
+        ("chat", {"messages": "a"}, "not a list of messages"),
+        ("instruction", {"instruction": "a"}, "has no instruction or prompt or question with output"),
+    ],
+)
+def test_records_become_messages(format: str, record: dict[str, Any], expected: Any) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected.replace("(", r"\(").replace(")", r"\)")):
+            messages_of(record, format)
+    else:
+        short = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        found = [{k: m[k] for k in ("role", "content")} for m in messages_of(record, format)]
+        assert found == (expected or short)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__class__.__base__ }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ raise_exception.__globals__['sys'].exit() }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{% import 'os' as os %}",
+        "{% include '/etc/passwd' %}",
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set r = range(9999)|list %}{% for a in r %}{% for b in r %}{% set c = 1 %}{% endfor %}{% endfor %}",
+        "{{ 'a' * 10 ** 12 }}",
+        "{{ 99 ** 99 ** 9 }}",
+        "{% for",
+        "{{ raise_exception('not today') }}",
+    ],
+)
+def test_hostile_templates_do_nothing(source: str) -> None:
+    began = time.process_time()
+    with pytest.raises(JobError, match="chat template of it") as caught:
+        ChatTemplate(source, "it", {}).render(TALK)
+    assert "\n" not in str(caught.value)
+    assert time.process_time() - began < 20
+
+
+def test_the_tokenizers_own_template_is_used(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(JobError, match=r"has no chat template; write data.template=chatml"):
+        load_template(str(tmp_path / "tokenizer.json"), None, "<e>")
+    config = {"chat_template": "{{ bos_token }}{{ messages[0].content }}", "bos_token": {"content": "<b>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_template(str(tmp_path), None, "<e>").render(TALK) == "<b>Hi"
+    (tmp_path / "chat_template.jinja").write_text("{{ messages|length }}{{ eos_token }}")
+    assert load_template(str(tmp_path), None, "<e>").render(TALK) == "4<e>"
+    with pytest.raises(JobError, match="cannot be read"):
+        load_template(str(tmp_path), "none.jinja", "<e>")
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=60), st.integers(20, 40))
+def test_packing_keeps_every_document_once(lengths: list[int], size: int) -> None:
+    groups = pack(np.array(lengths), size)
+    assert sorted(doc for group in groups for doc in group) == list(range(len(lengths)))
+    assert all(sum(lengths[doc] for doc in group) <= size for group in groups)
+    assert len(groups) <= -(-2 * sum(lengths) // size) + 1
+
+
+def test_packed_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job reads a file of conversations; every answer is a target once, and documents do not mix."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    talks = [[{"role": "user", "content": "q" * i}, {"role": "assistant", "content": "a" * i}] for i in range(1, 12)]
+    file = tmp_path / "talks.jsonl"
+    file.write_text("".join(json.dumps({"messages": t}) + "\n" for t in talks))
+    data = {"source": str(file), "format": "chat", "template": "plain", "seq_len": 32, "val_fraction": 0.2}
+    job = resolve(parse_job({"data": data}))
+    dataset = open_dataset(job)
+    assert dataset.val_len >= 1
+    samples = [dataset.train(i) for i in range(dataset.train_len)] + [dataset.val(i) for i in range(dataset.val_len)]
+    targets = sum(int(s["valid"].sum()) for s in samples)
+    assert targets == sum(i + 1 for i in range(1, 12))  # with the end token of each
+    for s in samples:
+        assert set(bytes(s["targets"][s["valid"]].astype(np.uint8)).decode()) <= {"a", "\0"}
+        starts = np.flatnonzero(np.diff(s["docs"], prepend=-1))
+        assert (s["positions"][starts] == 0).all()
+        assert (np.diff(s["positions"])[np.diff(s["docs"]) == 0] == 1).all()
+    assert len(samples) < 11
+    one = open_dataset(parse_job({"data": data | {"packing": False, "answers_only": False}}))
+    assert one.train_len + one.val_len == 11
+    assert len(list((tmp_path / "cache" / "weft" / "tokens").glob("*/meta.json"))) == 1
+    with pytest.raises(JobError, match="no answer in the first 1 tokens"):
+        open_dataset(parse_job({"data": data | {"seq_len": 1}}))
+
+
+def test_a_store_of_conversations(tmp_path: Path) -> None:
+    file = tmp_path / "talks.jsonl"
+    file.write_text(json.dumps({"instruction": "2 + 2?", "output": "4"}) + "\n")
+    build(file, tmp_path / "store", format="instruction", template="plain")
+    store = open_store(tmp_path / "store")
+    assert store.mask is not None
+    assert bytes(store.tokens[:]) == b"2 + 2?\n4\0" and list(store.mask[:]) == [0] * 7 + [1, 1]
+    file.write_text(json.dumps({"instruction": "2 + 2?"}) + "\n")
+    with pytest.raises(JobError, match=r"talks.jsonl line 1 has no instruction"):
+        build(file, tmp_path / "other", format="instruction", template="plain")
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(JobError, match="has no records, which the format chat needs"):
+        build(tmp_path / "a.txt", tmp_path / "other", format="chat", template="plain")

@@ -1,0 +1,184 @@
+"""Tables, compressed lines, saved datasets, and the token files of other libraries."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from helpers.command import Output
+
+from weft.data.build_store import build
+from weft.data.formats.token_formats import convert
+from weft.data.store import open_store
+from weft.job import JobError
+from weft.job.errors import MachineError
+
+TEXTS = [f"text {i} " + "x" * (i % 7) for i in range(50)]
+
+
+def contents(path: Path) -> list[str]:
+    store = open_store(path)
+    docs = store.docs[:]
+    return [bytes(store.tokens[a : b - 1]).decode() for a, b in pairwise(docs)]
+
+
+def write(path: Path, texts: list[str]) -> None:
+    lines = "".join(json.dumps({"id": 1, "text": t}) + "\n" for t in texts).encode()
+    table = pyarrow.table({"id": [1] * len(texts), "text": texts})
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path, row_group_size=7)
+    elif path.suffix == ".arrow":
+        with pyarrow.ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table, max_chunksize=9)
+    elif path.suffix == ".feather":
+        with pyarrow.ipc.new_file(path, table.schema) as file:
+            file.write_table(table, max_chunksize=9)
+    elif path.suffix == ".zst":
+        half = len(lines) // 2  # two frames, as of concatenated files
+        path.write_bytes(b"".join(zstandard.compress(part) for part in (lines[:half], lines[half:])))
+    else:
+        path.write_bytes(gzip.compress(lines))
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow", "feather", "jsonl.zst", "jsonl.gz"])
+def test_files_of_records(ending: str, tmp_path: Path) -> None:
+    file = tmp_path / f"a.{ending}"
+    write(file, TEXTS)
+    build(file, tmp_path / "store", workers=1, part_bytes=300)
+    assert contents(tmp_path / "store") == TEXTS
+    with pytest.raises(JobError, match=r"row 1 has no field 'body' \(it has id, text\)|line 1 has no field"):
+        build(file, tmp_path / "other", field="body")
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(JobError, match=r"a\..* (cannot be read|is not JSON|line \d+ )"):
+        build(file, tmp_path / "other")
+    file.write_bytes(b"\x00\xffnothing")
+    with pytest.raises(JobError, match="cannot be read"):
+        build(file, tmp_path / "other")
+
+
+def test_missing_libraries_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    (tmp_path / "a.jsonl.zst").write_bytes(b"")
+    for name, module in (("a.parquet", "pyarrow.parquet"), ("a.jsonl.zst", "zstandard")):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(MachineError, match=r"is not installed; run: pip install 'weft\[data\]'"):
+            build(tmp_path / name, tmp_path / f"store of {name}")
+
+
+def test_a_compressed_line_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.data.formats.record_files.MAX_LINE_BYTES", 1000)
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(b'{"text": "' + b"a" * 10_000 + b'"}'))
+    with pytest.raises(JobError, match="line 1 has more than"):
+        build(tmp_path / "a.jsonl.zst", tmp_path / "store")
+
+
+def test_saved_datasets(tmp_path: Path) -> None:
+    """Folders of datasets.save_to_disk: shards in the listed order, the split train of several."""
+    folder = tmp_path / "saved"
+    for split, texts in (("test", ["no"]), ("train", TEXTS)):
+        (folder / split).mkdir(parents=True)
+        names = [f"data-{i:05d}-of-00002.arrow" for i in (1, 0)]
+        for name, part in zip(names, (texts[:20], texts[20:]), strict=True):
+            write(folder / split / name, part or ["also no"])
+        listed = [{"filename": name} for name in names]
+        (folder / split / "state.json").write_text(json.dumps({"_data_files": listed}))
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["test", "train"]}))
+    build(folder, tmp_path / "store")
+    assert contents(tmp_path / "store") == TEXTS
+    (folder / "train" / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../test/x.arrow"}]}))
+    with pytest.raises(JobError, match="which is no file of its folder"):
+        build(folder, tmp_path / "other")
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["test"]}))
+    with pytest.raises(JobError, match=r"no train; name the folder of one"):
+        build(folder, tmp_path / "other")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    for i, text in enumerate(("first", "", "third one")):
+        (tmp_path / f"{i}.txt").write_text(text)
+    build([tmp_path / f"{i}.txt" for i in range(3)], tmp_path / "store")
+    return tmp_path / "store"
+
+
+def same(a: Path, b: Path) -> bool:
+    one, other = open_store(a), open_store(b)
+    return np.array_equal(one.tokens[:], other.tokens[:]) and np.array_equal(one.docs[:], other.docs[:])
+
+
+def test_megatron(store: Path, tmp_path: Path) -> None:
+    assert convert(store, tmp_path / "meg", "megatron") == (17, 3, "store")
+    index = (tmp_path / "meg.idx").read_bytes()
+    assert index[:34] == b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 3, 4)
+    assert np.frombuffer(index, "<i4", 3, 34).tolist() == [6, 1, 10]
+    assert np.frombuffer(index, "<i8", 3, 46).tolist() == [0, 12, 14]
+    assert np.frombuffer((tmp_path / "meg.bin").read_bytes(), "<u2").tolist() == list(b"first\0\0third one\0")
+    assert convert(tmp_path / "meg", tmp_path / "again", "store", "bytes") == (17, 3, "megatron")
+    assert same(store, tmp_path / "again")
+    # two sequences of one document
+    (tmp_path / "meg.idx").write_bytes(
+        b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 3, 3) + np.array([6, 1, 10], "<i4").tobytes()
+        + np.array([0, 12, 14], "<i8").tobytes() + np.array([0, 2, 3], "<i8").tobytes()
+    )  # fmt: skip
+    convert(tmp_path / "meg.bin", tmp_path / "two", "store", "bytes")
+    assert open_store(tmp_path / "two").docs[:].tolist() == [0, 7, 17]
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (b"MMIDIDX", "does not begin with"),
+        (b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 2**60, 2**60), "it is damaged"),
+        (b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 7, 0, 0), "the dtype 7"),
+        (b"MMIDIDX\0\0" + struct.pack("<QBQQiqqq", 1, 8, 1, 2, 99, 0, 0, 1), "does not describe"),
+        (b"MMIDIDX\0\0" + struct.pack("<QBQQiqqq", 1, 8, 1, 2, -1, 0, 0, 1), "does not describe"),
+        (b"MMIDIDX\0\0" + struct.pack("<QBQQiqqq", 1, 8, 1, 2, 1, 0, 0, 9), "do not span"),
+    ],
+)
+def test_damaged_indexes_are_refused(index: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.idx").write_bytes(index)
+    (tmp_path / "a.bin").write_bytes(b"\1\0\2\0")
+    with pytest.raises(JobError, match=message):
+        convert(tmp_path / "a", tmp_path / "out", "store", "bytes")
+
+
+def test_nanogpt(store: Path, tmp_path: Path) -> None:
+    assert convert(store, tmp_path / "train.bin", "nanogpt")[0] == 17
+    assert np.fromfile(tmp_path / "train.bin", "<u2").tolist() == list(b"first\0\0third one\0")
+    assert convert(tmp_path / "train.bin", tmp_path / "again", "store", "bytes") == (17, 3, "nanogpt")
+    assert same(store, tmp_path / "again")
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, 17
+    (tmp_path / "llmc.bin").write_bytes(header.tobytes() + (tmp_path / "train.bin").read_bytes())
+    convert(tmp_path / "llmc.bin", tmp_path / "third", "store", "bytes")
+    assert same(store, tmp_path / "third")
+
+
+def test_the_command(store: Path, tmp_path: Path, in_process: Callable[..., Output]) -> None:
+    def run(*args: Any) -> Output:
+        return in_process(tmp_path, "data", "convert", *map(str, args))
+
+    assert run(store, "--out", "a", "--to", "megatron").code == 0
+    assert json.loads(run("a.bin", "--out", "b", "--tokenizer", "bytes", "--json").out) == {
+        "path": "b", "tokens": 17, "documents": 3, "from": "megatron", "to": "store"
+    }  # fmt: skip
+    for args, message in (
+        ((store, "--out", "a", "--to", "megatron"), "a.idx exists already"),
+        ((store, "--out", "c", "--to", "store"), "is in the format store already"),
+        ((store, "--out", "c", "--to", "gguf"), "use store, megatron, nanogpt"),
+        (("a", "--out", "c"), "needs the tokenizer"),
+        (("none", "--out", "c"), "is no token store"),
+    ):
+        done = run(*args)
+        assert done.code == 2 and message in done.err, (args, done.err)

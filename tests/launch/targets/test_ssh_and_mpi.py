@@ -1,0 +1,112 @@
+"""Runs over real sshd on two addresses of this machine, by ssh and by mpirun, with a hostfile."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import parity
+from helpers.command import Output, Started, losses, run_of, step_of, strays, until, weft, write_job
+from helpers.forked_python import TEMPLATE_ENV
+from helpers.real_clusters import SshHosts
+
+from weft.job.errors import JobError
+from weft.launch.rank_pool import RankPool
+from weft.launch.targets.hostfile import Host, read_hosts
+from weft.launch.targets.ssh_client import run_code
+
+STEPS = 3
+InProcess = Callable[..., Output]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, ssh_hosts: SshHosts) -> Path:
+    """A folder with a job and a hostfile of two hosts with two slots each."""
+    sections: dict[str, Any] = {**parity.BASE, "name": "run", "parallel": {"dp_shard": -1, "zero": 3}}
+    sections["train"] = {**sections["train"], "steps": STEPS, "eval_every": 0}
+    sections["cluster"] = {"device": "cpu", "hostfile": "hosts", "ssh": {"options": ssh_hosts.options}}
+    write_job(tmp_path, **sections)
+    (tmp_path / "hosts").write_text("127.0.1.1 slots=2\n127.0.1.2 slots=2  # the second\n")
+    return tmp_path
+
+
+def check_losses(folder: Path, name: str, pool: RankPool) -> None:
+    job = parity.make_job(train={**parity.BASE["train"], "steps": STEPS, "eval_every": 0})
+    local = parity.run(pool, job, "1", STEPS).result.trace.losses
+    assert losses(run_of(folder, name)) == {i + 1: [pytest.approx(loss, rel=1e-5)] for i, loss in enumerate(local)}
+    assert json.loads(run_of(folder, name).plan.read_text())["world"] == 4
+
+
+def test_ssh_trains_the_same_run(folder: Path, in_process: InProcess, interpreter: str, pool: RankPool) -> None:
+    python = f"cluster.python={interpreter}"
+    accepted = in_process(folder, "launch", "job.yaml", python, "--on", "ssh", "--dry-run")
+    assert "127.0.1.2 can be reached and has weft: 2 ranks" in accepted.err, accepted.err
+    done = weft(folder, "launch", "job.yaml", python, "--on", "ssh")
+    assert done.code == 0, done.err
+    assert f"done: step {STEPS}" in done.err
+    check_losses(folder, "run", pool)
+
+
+def test_killed_client_leaves_no_process(folder: Path, interpreter: str) -> None:
+    words = [f"cluster.python={interpreter}", "train.steps=100000"]
+    client = Started(folder, "launch", "job.yaml", *words, "--on", "ssh")
+    client.wait_for(lambda: step_of(run_of(folder, "run")) >= 1)
+    client.process.kill()
+    client.process.wait()
+    until(lambda: not strays([str(folder)]))
+
+
+def test_mpi_trains_the_same_run(
+    folder: Path, in_process: InProcess, interpreter: str, pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
+        monkeypatch.setenv(name, "1")
+    # both hosts are this machine, where the files of Open MPI's shared memory would have the same names
+    options = "cluster.mpi.options=[--oversubscribe, --mca, btl, 'tcp,self']"
+    path = f"cluster.environment={{PYTHONPATH: '{TEMPLATE_ENV['PYTHONPATH']}'}}"
+    launched = in_process(folder, "launch", "job.yaml", "name=mpi", options, path, "--on", "mpi")
+    assert launched.code == 0, launched.err
+    check_losses(folder, "mpi", pool)
+
+
+def test_hostfiles(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# all\na slots=8\nme@b.c slots = 4 max_slots=8\n\na slots=2\n")
+    assert read_hosts(str(file), ["d"], 3) == [Host("d", 3), Host("a", 10), Host("me@b.c", 4)]
+    for text in ("-oProxyCommand=x", "a slots=0", "a slots=x", "a; b"):
+        file.write_text(text)
+        with pytest.raises(JobError, match="is not a host"):
+            read_hosts(str(file), [])
+    with pytest.raises(JobError, match="there are no hosts"):
+        read_hosts(None, [])
+
+
+def test_exit_code_of_several_nodes() -> None:
+    assert run_code([0, 0]) == 0
+    assert run_code([0, 255]) == 0, "a node was lost, and the run finished"
+    assert run_code([75, 75]) == 75
+    assert run_code([255, 255]) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["cluster.nodes=3", "--print"], 2, "there are 2 hosts"),
+        (["cluster.devices_per_node=4", "cluster.nodes=2", "--print"], 2, "has slots=2, fewer than"),
+        (["cluster.hostfile=none", "--print"], 2, "cluster.hostfile=none cannot be read"),
+        (["cluster.partition=x", "--print"], 2, "cluster.partition is not used by the target ssh"),
+        (["cluster.hosts=[127.0.1.9 slots=4]", "cluster.hostfile=null", "--dry-run"], 4, "127.0.1.9"),
+        (["cluster.workdir=/nowhere", "--dry-run"], 4, "/nowhere"),
+    ],
+)
+def test_refusals_of_ssh(folder: Path, in_process: InProcess, words: list[str], code: int, text: str) -> None:
+    refused = in_process(folder, "launch", "job.yaml", *words, "--on", "ssh")
+    assert (refused.code, text in refused.last) == (code, True), refused.err
+
+
+def test_mpi_that_is_not_there(folder: Path, in_process: InProcess) -> None:
+    refused = in_process(folder, "launch", "job.yaml", "cluster.mpi.command=mpirun-x", "--on", "mpi")
+    assert (refused.code, "there is no mpirun-x here" in refused.last) == (4, True)

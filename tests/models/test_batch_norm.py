@@ -1,0 +1,42 @@
+"""Batch norm over replicas computes what torch's does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from weft.models.vision.batch_norm import GlobalBatchNorm, use_global_batch_norms
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.BatchNorm1d(3), (6, 3)),
+        (lambda: nn.BatchNorm1d(3, affine=False), (6, 3, 5)),
+        (lambda: nn.BatchNorm2d(3, momentum=None), (4, 3, 5, 2)),
+        (lambda: nn.BatchNorm3d(3, track_running_stats=False), (4, 3, 2, 2, 2)),
+    ],
+)
+def test_agrees_with_torch(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    theirs, ours = make(), use_global_batch_norms(make())
+    assert isinstance(ours, GlobalBatchNorm)
+    for _ in range(2):
+        x = torch.randn(shape) * 3 + 5
+        grad = torch.randn(shape)
+        inputs = [x.clone().requires_grad_() for _ in "ab"]
+        outputs = [norm(value) for norm, value in zip((theirs, ours), inputs, strict=True)]
+        for out in outputs:
+            out.backward(grad)
+        torch.testing.assert_close(outputs[1], outputs[0])
+        torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value)
+    for a, b in zip(theirs.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad)
+    theirs.eval()
+    ours.eval()
+    torch.testing.assert_close(ours(x), theirs(x))

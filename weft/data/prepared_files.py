@@ -1,0 +1,42 @@
+"""Files that a job names directly: tokenized once, into a token store below the cache folder."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from weft.data.build_store import build, build_settings
+from weft.job.errors import JobError, MachineError
+from weft.job.schema import Data
+from weft.job.token_files import META
+
+
+def cache_folder() -> Path:
+    """~/.cache/weft/tokens, or below XDG_CACHE_HOME."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(root) / "weft" / "tokens"
+
+
+def prepared_store(data: Data, source: str, format: str) -> Path:
+    """The token store of some files. The first process that asks builds it, others on the machine wait.
+
+    It is built again when a file, the tokenizer or the template changes.
+    """
+    if not Path(source).exists():
+        raise JobError(f"data.source: there is no file or folder {source}, which data.format={format} would read")
+    settings = build_settings([source], data.tokenizer, data.field, format, data.template)
+    out = cache_folder() / hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
+    if (out / META).is_file():
+        return out
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with open(f"{out}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (out / META).is_file():
+                build(source, out, data.tokenizer, workers=1, field=data.field, format=format, template=data.template)
+    except OSError as error:
+        raise MachineError(f"data.source {source} cannot be tokenized into {out}: {error}") from error
+    return out

@@ -1,0 +1,129 @@
+"""One node's part of `weft doctor --on TARGET`. python -m weft.launch.node_probe FOLDER COUNT
+
+Prints a line with what the node has, whether it sees the shared folder, which nodes it reaches over TCP, how far their
+clocks are apart, and with GPUs whether an all-reduce over NCCL works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from weft.hardware.probe import probe
+from weft.hardware.rank_environment import rank_info
+from weft.launch.targets.driver import write_json
+from weft.supervisor.nodes.node_address import local_address
+
+MARK = "weft-node "
+"""Start of the line that a node prints."""
+MEET_S, CONNECT_S, NCCL_S = 30.0, 5.0, 120.0
+NODE_VARIABLES = ("NODE_RANK", "SLURM_PROCID")
+
+NCCL_TEST = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("nccl", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=int(sys.argv[3]))
+x = torch.ones(1 << 20, device="cuda")
+dist.all_reduce(x)
+assert float(x[0]) == int(sys.argv[3])
+dist.destroy_process_group()
+"""
+
+
+def node_number() -> int:
+    """The number of this node, from the variables of ssh, Slurm or MPI."""
+    found = next((os.environ[name] for name in NODE_VARIABLES if name in os.environ), None)
+    return rank_info().rank if found is None else int(found)
+
+
+def facts(node: int) -> dict[str, Any]:
+    """What this node has."""
+    machine = probe()
+    return {
+        "node": node, "host": platform.node(), "python": platform.python_version(), "weft": _version("weft"),
+        "torch": _version("torch").partition("+")[0], "gpus": [gpu.name for gpu in machine.gpus],
+        "driver": machine.driver, "cores": machine.cores_physical, "memory_gib": round(machine.memory_gib, 1),
+        "reached": {}, "clock_s": {}, "nccl": None,
+    }  # fmt: skip
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def meet(folder: Path, node: int, count: int) -> dict[int, dict[str, Any]]:
+    """The addresses of all nodes that write theirs to the folder in time; serves the time at this node's own."""
+    listener = socket.create_server((local_address(os.environ.get("MASTER_ADDR")), 0))
+    host, port = listener.getsockname()
+    threading.Thread(target=_serve_time, args=(listener,), daemon=True).start()
+    with socket.create_server((host, 0)) as free:  # a port for NCCL's rendezvous
+        rendezvous = free.getsockname()[1]
+    write_json(folder / f"node-{node}.json", {"address": host, "port": port, "rendezvous": rendezvous})
+    return _wait_for(folder, "node", count)
+
+
+def _serve_time(listener: socket.socket) -> None:
+    while True:
+        client, _ = listener.accept()
+        with client, contextlib.suppress(OSError):
+            client.sendall(struct.pack("d", time.time()))
+
+
+def _wait_for(folder: Path, kind: str, count: int) -> dict[int, dict[str, Any]]:
+    deadline = time.monotonic() + MEET_S
+    while True:
+        paths = [folder / f"{kind}-{n}.json" for n in range(count)]
+        found = {n: json.loads(p.read_text(encoding="utf-8")) for n, p in enumerate(paths) if p.exists()}
+        if len(found) == count or time.monotonic() > deadline:
+            return found
+        time.sleep(0.05)
+
+
+def clock_difference(address: str, port: int) -> float:
+    """How many seconds the clock at an address is ahead of this one."""
+    start = time.time()
+    with socket.create_connection((address, port), timeout=CONNECT_S) as server:
+        data = server.recv(8, socket.MSG_WAITALL)
+    return float(struct.unpack("d", data)[0]) - (start + time.time()) / 2
+
+
+def main() -> int:
+    folder, count, node = Path(sys.argv[1]), int(sys.argv[2]), node_number()
+    found = facts(node)
+    others = meet(folder, node, count)
+    for other, at in others.items():
+        try:
+            found["clock_s"][other] = round(clock_difference(at["address"], at["port"]), 3)
+            found["reached"][other] = True
+        except (OSError, struct.error):
+            found["reached"][other] = False
+    if found["gpus"] and count > 1 and len(others) == count and all(found["reached"].values()):
+        where = f"tcp://{others[0]['address']}:{others[0]['rendezvous']}"
+        command = [sys.executable, "-c", NCCL_TEST, where, str(node), str(count)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=NCCL_S)
+            lines = done.stderr.strip().splitlines() or ["no message"]
+            found["nccl"] = "" if done.returncode == 0 else lines[-1]
+        except subprocess.TimeoutExpired:
+            found["nccl"] = f"no answer within {NCCL_S:.0f} s"
+    print(MARK + json.dumps(found), flush=True)
+    write_json(folder / f"done-{node}.json", {})
+    _wait_for(folder, "done", len(others))  # the others may still ask for the time
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
