@@ -21,7 +21,7 @@ from weft.planner.memory.framework_memory import GIB, framework_memory
 from weft.planner.model.counts import count_parameters, flops_per_sample
 from weft.planner.model.facts import ClusterFacts, Level, ModelFacts, cluster_facts, model_facts
 from weft.planner.model.parameters import stage_weights
-from weft.planner.schedules.registry import SCHEDULE_NAMES, make_schedule
+from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES, make_schedule
 from weft.planner.schedules.simulate import Costs, simulate
 from weft.planner.search.candidates import Layouts
 from weft.planner.time.pipeline import stage_layers, step_time
@@ -169,16 +169,30 @@ def test_what_saves_memory_saves_memory(drawn: dict[str, int]) -> None:
 @pytest.mark.parametrize(("pp", "count"), [(2, 4), (4, 8), (4, 16)])
 def test_closed_forms_agree_with_the_simulator(name: str, virtual: int, pp: int, count: int) -> None:
     layouts = Layouts.of(pp=pp, virtual_stages=virtual, accumulation=count, schedule=SCHEDULE_NAMES.index(name))
-    output, bubble = step_time(layouts, pp * virtual, stage_layers(pp * virtual, pp * virtual), 1.0, 2.0, 0.0, 0.0)
+    output, bubble = step_time(layouts, pp * virtual, stage_layers(pp * virtual, pp * virtual), 1.0, 2.0, 1.0, 0.0, 0.0)
     line = simulate(make_schedule(name, pp, count, virtual), Costs((1.0,) * pp * virtual, (2.0,) * pp * virtual))
     assert float(output[0]) == pytest.approx(line.length)
     assert float(bubble[0]) == pytest.approx(line.length - count * 3.0 * virtual)
 
 
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "zb-h1", "zbv", "dualpipe-v"])
+@pytest.mark.parametrize(("pp", "count"), [(4, 4), (4, 6), (8, 8), (8, 16), (8, 40)])
+@pytest.mark.parametrize("weights", [1.0, 0.7, 0.0])
+def test_bubbles_of_schedules_are_those_of_the_simulator(name: str, pp: int, count: int, weights: float) -> None:
+    stages = SCHEDULES[name].default_stages * pp
+    kind = {"virtual_stages": stages // pp, "schedule": SCHEDULE_NAMES.index(name)}
+    layouts = Layouts.of(pp=pp, accumulation=count, **kind)
+    _, bubble = step_time(layouts, stages, stage_layers(stages, stages), 1.0, 2.0, weights, 0.0, 0.0)
+    line = simulate(make_schedule(name, pp, count), Costs((1.0,) * stages, (2.0,) * stages, 1 - weights / 2))
+    work = 3.0 * count * stages / pp
+    # within a few per cent of the step
+    assert work + float(bubble[0]) == pytest.approx(line.length, rel=0.08)
+
+
 def test_interleaving_divides_the_bubble() -> None:
     line = simulate(make_schedule("interleaved-1f1b", 4, 8, 2), Costs((1.0,) * 8, (2.0,) * 8))
     layouts = Layouts.of(pp=4, virtual_stages=2, accumulation=8, schedule=SCHEDULE_NAMES.index("interleaved-1f1b"))
-    assert float(step_time(layouts, 8, stage_layers(8, 8), 1.0, 2.0, 0.0, 0.0)[0][0]) == pytest.approx(line.length)
+    assert float(step_time(layouts, 8, stage_layers(8, 8), 1.0, 2.0, 1.0, 0.0, 0.0)[0][0]) == pytest.approx(line.length)
 
 
 def test_uneven_stages_are_as_long_as_the_fullest() -> None:

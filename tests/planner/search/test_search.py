@@ -199,7 +199,8 @@ def test_pinned_layouts_stay_pinned_and_the_rest_is_chosen() -> None:
     assert plan.layout() == "dp_shard 4 (zero 3) × tp 2"
     assert plan.recompute != "none", "keeping every activation would not fit"
     [reason] = [reason for reason in plan.reasons if reason.startswith("recompute ")]
-    assert reason.startswith(f"recompute {plan.recompute}: with less the same layout would need")
+    blocks = " blocks" if isinstance(plan.recompute, int) else ""
+    assert reason.startswith(f"recompute {plan.recompute}{blocks}: with less the same layout would need")
 
 
 @pytest.mark.parametrize("style", [None, "ring", "ulysses", "hybrid"])

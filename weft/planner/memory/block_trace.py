@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.job.schema import Model
+from weft.planner.engine_constants import LOGITS_BYTES
 from weft.planner.memory.expert_trace import Mixture, routed_backward, routed_forward
 from weft.planner.memory.live_bytes import (
     FP32_BYTES,
@@ -181,8 +182,9 @@ def _block_backward(t: LiveBytes, m: Model, z: Sizes, mix: Mixture | None) -> No
     t.drop("dn", "weights")
 
 
-def head_bytes(m: Model, z: Sizes, vocab: Size, targets: Size, chunk: float) -> tuple[PassBytes, Size]:
-    """The last norm and the loss in chunks of logits; also the bytes of the head's gradient, made in forward."""
+def head_bytes(m: Model, z: Sizes, vocab: Size, targets: Size, device: str) -> tuple[PassBytes, Size]:
+    """The last norm and the loss in chunks of logits; also the bytes of the head's gradient, made in forward. On a GPU
+    one kernel turns a whole vocabulary's logits into their gradient; otherwise both have copies in fp32."""
     tape = LiveBytes(frozen=m.lora is not None)
     x = z.rows * z.dim * z.c
     tape.take(x=x)
@@ -190,6 +192,7 @@ def head_bytes(m: Model, z: Sizes, vocab: Size, targets: Size, chunk: float) -> 
     if not keeps_input(m, z):
         tape.drop("x")
     enter(tape, z, "n")
+    chunk = LOGITS_BYTES[device] // (FP32_BYTES if device == "cpu" else z.c)
     chunks = np.maximum(1.0, np.ceil(targets / np.maximum(1.0, chunk // np.maximum(1.0, vocab))))
     rows = np.ceil(targets / chunks)
     one, weight = rows * vocab, vocab * z.dim * (m.lora is None)
@@ -197,7 +200,8 @@ def head_bytes(m: Model, z: Sizes, vocab: Size, targets: Size, chunk: float) -> 
     tape.take(dx=targets * z.dim * z.c, dw=np.where(alone, 0.0, weight * FP32_BYTES))
     mixed = z.c < FP32_BYTES
     before = np.where(targets > rows, one * z.c, 0.0)  # the gradient of the previous chunk is still live
-    tape.flash(before + one * (2 * FP32_BYTES + (z.c if mixed else 0)))
+    in_place = device == "cuda" and not z.tp
+    tape.flash(before + one * (z.c if in_place else 2 * FP32_BYTES + (2 * z.c if mixed else 0)))
     tape.flash(np.where(alone | mixed, one * z.c + weight * z.c, 0.0))
     tape.drop("dw")
     tape.take(dw=weight * z.c)

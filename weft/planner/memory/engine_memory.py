@@ -65,7 +65,9 @@ class EngineMemory:
 
     def peak(self, layouts: Layouts) -> Size:
         """Bytes of the fullest rank. Layouts that were asked for before are looked up."""
-        key, first, position = np.unique(_memory_key(layouts), return_index=True, return_inverse=True)
+        columns = _memory_columns(layouts)
+        first, position = distinct(*columns)
+        key = hashed(*(column[first] for column in columns))
         keys, peaks = self._known_peaks
         known = np.isin(key, keys)
         if not known.all():
@@ -74,7 +76,7 @@ class EngineMemory:
             peaks = np.concatenate([peaks, self._fullest(layouts.take(new), detail=False)["total"]])
             order = np.argsort(keys)
             self._known_peaks = keys, peaks = keys[order], peaks[order]
-        return peaks[np.searchsorted(keys, key)][position.ravel()]
+        return peaks[np.searchsorted(keys, key)][position]
 
     def parts(self, layouts: Layouts) -> dict[str, Size]:
         """Bytes by component of the fullest rank, when it holds most."""
@@ -124,9 +126,11 @@ class EngineMemory:
         pipelines = layouts.take(piped)
         middle = self.stages.largest(pipelines)
         # the second rank has two neighbours: it holds more messages, where as many microbatches are in flight
-        held = [microbatches_by_schedule("in_flight", pipelines, np.full(len(piped), index)) for index in (0, 1)]
+        (first,), (second,) = (
+            microbatches_by_schedule(pipelines, np.full(len(piped), index), "in_flight") for index in (0, 1)
+        )
         middle = np.where(
-            (middle == 0) & (pipelines.pp > 2) & ((self.plan.backend == "gloo") | (held[1] >= held[0])), 1, middle
+            (middle == 0) & (pipelines.pp > 2) & ((self.plan.backend == "gloo") | (second >= first)), 1, middle
         )
         inner = middle > 0
         which = np.concatenate([np.arange(size), piped, piped[inner]])
@@ -147,16 +151,18 @@ class EngineMemory:
             inner = blocks if self.job.model.experts is None else 0.0 * blocks
             dense = np.where(layouts.pp > 1, inner, self.stages.first_dense)
             again = np.minimum(blocks, layouts.recompute_blocks / layouts.pp)
-            counts = BlockCounts(blocks, dense, again, again, np.ones(len(layouts)))
+            counts = BlockCounts(blocks, dense, again, again)
         else:
             counts = self.stages.at(layouts, at)
         units, position = _unit_sizes(self.job, layouts, place)
-        in_flight = microbatches_by_schedule("in_flight", layouts, at)
+        in_flight, pending, losses = microbatches_by_schedule(layouts, at, "in_flight", "pending", "losses_wait")
         some = np.flatnonzero(_recomputes_all(layouts) & SPLITS[layouts.schedule])
         if len(some):  # a recomputed block makes all its gradients in one pass
-            in_flight[some] = microbatches_by_schedule("awaiting_backward", layouts.take(some), at[some])
-        pending = microbatches_by_schedule("pending", layouts, at)
-        return Rank(layouts, at, counts, position, in_flight, pending), units
+            (in_flight[some],) = microbatches_by_schedule(layouts.take(some), at[some], "awaiting_backward")
+        if least:  # the first rank of a pipeline in a V holds least
+            fewest = np.minimum(in_flight - 0.5, (layouts.accumulation + 1) / 2)
+            in_flight = np.where(layouts.pp > 1, fewest, in_flight)
+        return Rank(layouts, at, counts, position, in_flight, pending, losses), units
 
     def _trace(self, layouts: Layouts, place: Place, detail: bool, least: bool = False) -> dict[str, Size]:
         out = {name: np.zeros(len(layouts)) for name in (("total", *PARTS) if detail else ("total",))}
@@ -220,9 +226,9 @@ def _recomputes_all(layouts: Layouts) -> Size:
     return (layouts.recompute == RECOMPUTES.index("full")) & (layouts.recompute_blocks < 0)
 
 
-def _memory_key(layouts: Layouts) -> Any:
+def _memory_columns(layouts: Layouts) -> tuple[Any, ...]:
     """Equal for layouts whose memory is the same: placement and styles of cp do not matter."""
-    return hashed(
+    return (
         layouts.dp_replicate > 1, layouts.dp_shard, layouts.zero, layouts.tp, layouts.sequence, layouts.cp, layouts.pp,
         layouts.virtual_stages, layouts.schedule, layouts.ep, layouts.microbatch, layouts.accumulation,
         layouts.recompute, layouts.recompute_blocks, layouts.offload, layouts.precision, layouts.compression,
@@ -231,7 +237,5 @@ def _memory_key(layouts: Layouts) -> Any:
 
 def _unit_sizes(job: Job, layouts: Layouts, place: Place) -> tuple[dict[str, UnitSizes], Any]:
     """Sizes of units for each way of sharding them, and for each layout the position of its way."""
-    key = ((layouts.tp * 4096 + layouts.ep) * 65_536 + layouts.dp_shard * layouts.cp) * 4
-    key = key + 2 * (layouts.dp_shard > 1) + layouts.sequence
-    first, position = distinct(key)
+    first, position = distinct(layouts.tp, layouts.ep, layouts.cp, layouts.dp_shard, layouts.sequence)
     return unit_sizes(job, layouts.take(first), place.tp, place.shard), position

@@ -58,18 +58,27 @@ class Rank:
     """Its column in the table of unit sizes."""
     in_flight: Size
     pending: Size
+    losses_wait: Size
 
     @property
     def steady(self) -> Size:
         """Where forward passes go on after the first backward pass of the rank's first stage: there are more
         microbatches than that stage holds."""
-        return (self.layouts.pp > 1) & (self.layouts.accumulation > self.in_flight * self.counts.first_holds)
+        pp, stages = self.layouts.pp, self.layouts.virtual_stages
+        held = self.in_flight * stages
+        later = np.where(V_SHAPED[self.layouts.schedule], self.at + 1, np.minimum(held - pp, (stages - 1) * pp))
+        return (pp > 1) & (self.layouts.accumulation > held - np.where(stages > 1, later, 0)) & ~self.alone
+
+    @property
+    def alone(self) -> Size:
+        """Where no other microbatch is held in backward passes with all gradients: on the last of two ranks of zbv."""
+        return (self.layouts.pp == 2) & (self.at == 1) & (self.layouts.schedule == SCHEDULE_NAMES.index("zbv"))
 
     def take(self, chosen: Any) -> Rank:
         """The same for some of the layouts."""
         return Rank(
             self.layouts.take(chosen), self.at[chosen], BlockCounts(*(c[chosen] for c in self.counts)),
-            self.position[chosen], self.in_flight[chosen], self.pending[chosen],
+            self.position[chosen], self.in_flight[chosen], self.pending[chosen], self.losses_wait[chosen],
         )  # fmt: skip
 
 
@@ -89,6 +98,8 @@ class LayoutGroup:
         """`begins` and `ends` are 1 on ranks with the embedding and with the head, else 0; `inner` ranks have none."""
         self.tied = self.ends * (bool(self.job.model.tied) and not flags["piped"])
         """1 where the head is the embedding; pipeline stages have a copy each."""
+        self.twin = self.begins * self.ends * (bool(self.job.model.tied) and flags["piped"])
+        """1 where the rank has both copies: the optimizer updates the embedding only."""
 
     def trace(self, detail: bool) -> Walk:
         """The walk through a step."""
@@ -121,6 +132,7 @@ class LayoutGroup:
         StepTrace(stage, regime, walk).run(
             rank.in_flight, rank.pending, layouts.accumulation, flags["piped"], layouts.virtual_stages,
             rank.steady, sent, ALL_FORWARD_FIRST[layouts.schedule],
+            rank.losses_wait, rank.alone,
         )  # fmt: skip
         walk.restart({**between, "gradients": states["gradients"]})
         walk.flash(states["update"])
@@ -143,7 +155,8 @@ class LayoutGroup:
 
     def _ends(self, u: dict[str, UnitSizes]) -> UnitSizes:
         """Sizes of what is outside the blocks."""
-        return u["begin"].times(self.begins) + u["norm"].times(self.ends) + u["head"].times(self.ends - self.tied)
+        head, twin = u["head"].times(self.ends - self.tied - self.twin), u["head"].times(self.twin).without_states()
+        return u["begin"].times(self.begins) + u["norm"].times(self.ends) + head + twin
 
     def _states(self) -> dict[str, Size]:
         """Bytes that last from step to step, and elements of units: computed once for all layouts that agree in them.
@@ -157,7 +170,9 @@ class LayoutGroup:
             layouts.compression, layouts.dp * layouts.cp > 1,
         )  # fmt: skip
         some = LayoutGroup(self.tables, rank.take(first), self.flags, self.units)
-        some.begins, some.ends, some.tied = self.begins[first], self.ends[first], self.tied[first]
+        some.begins, some.ends, some.tied, some.twin = (
+            x[first] for x in (self.begins, self.ends, self.tied, self.twin)
+        )
         return {name: (size + np.zeros(len(first)))[where] for name, size in some._distinct_states().items()}
 
     def _distinct_states(self) -> dict[str, Size]:
@@ -219,7 +234,7 @@ class LayoutGroup:
 
     def stage(self, passes: Passes, states: dict[str, Size]) -> Stage:
         """The units of the rank."""
-        layouts, flags, (blocks, dense, again, again_waiting, _) = self.layouts, self.flags, self.rank.counts
+        layouts, flags, (blocks, dense, again, again_waiting) = self.layouts, self.flags, self.rank.counts
         recomputes, partly = layouts.recompute > 0, layouts.recompute_blocks >= 0
         again, again_waiting = (recomputes * (blocks + partly * (each - blocks)) for each in (again, again_waiting))
         apart = _unit(states, "experts", self.compute_bytes, NO_PASSES) if "experts gathered" in states else None
@@ -233,7 +248,9 @@ class LayoutGroup:
                 recomputed = again - np.minimum(again, blocks - dense)
             one = _unit(states, kind, self.compute_bytes, modes[0], apart if kind == "routed" else None)
             chosen = replace(one, passes=modes[1], recomputed=True)
-            parts += [(one, count - recomputed), (chosen, recomputed)]
+            both = [(one, count - recomputed), (chosen, recomputed)]
+            # a recomputed block has its backward pass while gradients of other weights are delayed
+            parts += reversed(both) if flags["split_passes"] else both
             waits_more = (again - again_waiting) * (one.passes.kept - chosen.passes.kept)
         kinds = [(unit, count) for unit, count in parts if np.any(count > 0)]
         if np.any(layouts.offload == OFFLOADS.index("activations")):
@@ -244,7 +261,7 @@ class LayoutGroup:
             tuple(kinds), _unit(states, "root", self.compute_bytes, NO_PASSES), _scaled(passes.begin, self.begins),
             _scaled(passes.end, self.ends), head_grad, head_grad * self.tied, passes.hidden,
             passes.hidden * (stages - self.begins), passes.per_microbatch * stages,
-            passes.later * (self.rank.pending > 0), waits_more,
+            passes.later * (self.rank.pending > 0) / stages, waits_more,
         )  # fmt: skip
 
     def _offloaded(self, kinds: list[tuple[Unit, Size]]) -> list[tuple[Unit, Size]]:
@@ -288,16 +305,18 @@ def _scaled(passes: PassBytes, mask: Size) -> PassBytes:
     return PassBytes(passes.kept * mask, passes.forward * mask, passes.backward * mask, passes.inner)
 
 
-def microbatches_by_schedule(what: str, layouts: Layouts, index: Size) -> Size:
-    """Microbatches, each over all blocks of pipeline rank `index`: held at once (`in_flight`), of these with gradients
-    of weights still to be computed (`pending`), or held before their backward pass (`awaiting_backward`)."""
-    out = np.full(len(layouts), 0.0 if what == "pending" else 1.0)
+def microbatches_by_schedule(layouts: Layouts, index: Size, *kinds: str) -> list[Size]:
+    """Microbatches, each over all blocks of pipeline rank `index`, by kind: held at once (`in_flight`), of these with
+    gradients of weights still to be computed (`pending`), or held before their backward pass (`awaiting_backward`);
+    and backward passes of the first stage during which a loss waits (`losses_wait`)."""
+    out = [np.full(len(layouts), 0.0 if kind in ("pending", "losses_wait") else 1.0) for kind in kinds]
     for code, name in enumerate(SCHEDULE_NAMES):
         some = np.flatnonzero((layouts.schedule == code) & (layouts.pp > 1))
         if len(some):
             count, entry = layouts.accumulation[some], SCHEDULES[name]
-            of = getattr(entry, what) or entry.in_flight
-            out[some] = np.minimum(of(layouts.pp[some], layouts.virtual_stages[some], index[some], count), count)
+            given = layouts.pp[some], layouts.virtual_stages[some], index[some], count
+            for held, kind in zip(out, kinds, strict=True):
+                held[some] = np.minimum((getattr(entry, kind) or entry.in_flight)(*given), count)
     return out
 
 

@@ -14,7 +14,7 @@ from weft.planner.model.facts import Size
 from weft.planner.schedules.actions import vee
 from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.schedules.stage_split import split_layers, split_stages
-from weft.planner.search.candidates import Layouts
+from weft.planner.search.candidates import Layouts, distinct
 
 V_SHAPED = np.array([SCHEDULES[name].last_stage_on_first_rank for name in SCHEDULE_NAMES])
 """By the code of a schedule: whether stages go down the ranks and back up."""
@@ -39,8 +39,14 @@ class BlockCounts(NamedTuple):
     """Those recomputed, where the layout gives their number."""
     again_waiting: Size
     """The same, each counted by the share of waiting microbatches that its stage holds."""
-    first_holds: Size
-    """Microbatches that the first of the rank's stages holds, over the average of its stages."""
+
+
+def _waiting(pp: int, virtual: int, vee_shaped: int, rank: int, stage: int) -> int:
+    """Microbatches that a stage holds besides the one that passes, when its rank holds most."""
+    if vee_shaped:
+        return rank if stage >= pp else 2 * pp - 2 - rank
+    forwards = 2 * (pp - rank - 1) + (virtual - 1) * pp + 1  # before the first backward pass, in groups of pp
+    return max(0, sum((i // pp) % virtual == stage // pp for i in range(forwards)) - 1)
 
 
 class StageBlocks:
@@ -54,9 +60,8 @@ class StageBlocks:
         self.job = job
 
     def _by_rank(self, pp: int, virtual: int, shape: int, pairs: bool, again: int) -> list[tuple[float, ...]]:
-        """BlockCounts of each rank of a pipeline that recomputes `again` blocks. Of several stages on a rank the first
-        holds most microbatches, each until it has been through all stages after it and back."""
-        whole = (self.layers, self.first_dense, again, again, 1.0)
+        """BlockCounts of each rank of a pipeline that recomputes `again` blocks."""
+        whole = (self.layers, self.first_dense, again, again)
         if pp == 1:
             return [whole]
         stages = pp * virtual
@@ -71,12 +76,12 @@ class StageBlocks:
             dense[rank] += max(0, min(end, self.first_dense) - first)
             # spread evenly, as in memory/recompute.py
             here = end * again // self.layers - first * again // self.layers
+            waiting = _waiting(pp, virtual, shape, rank, stage)
             recomputed[rank] += here
-            weighted[rank] += here * (stages - stage - 1)
-            waits[rank] += stages - stage - 1
+            weighted[rank] += here * waiting
+            waits[rank] += waiting
         counted = [min(blocks[r], virtual * weighted[r] / max(1, waits[r])) for r in range(pp)]
-        holds = [virtual * (stages - r) / (waits[r] + virtual) for r in range(pp)]
-        return list(zip(blocks, dense, recomputed, counted, holds, strict=True))
+        return list(zip(blocks, dense, recomputed, counted, strict=True))
 
     def at(self, layouts: Layouts, index: Size) -> BlockCounts:
         """Blocks of pipeline rank `index`."""
@@ -93,15 +98,12 @@ class StageBlocks:
         shape = V_SHAPED[layouts.schedule] & piped
         pairs = (layouts.tp > 1) & (self.job.model.is_stack)
         index = np.broadcast_to(0 if index is None else index, len(layouts))
-        key = ((layouts.pp * 64 + virtual) * 2 + shape) * 2 + pairs
-        key = key * 4096 + np.minimum(index, 4095)
         again = np.clip(layouts.recompute_blocks, 0, self.layers)
-        key = key * (self.layers + 1) + again
-        _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+        first, position = distinct(layouts.pp, virtual, shape, pairs, index, again)
         table = []
         for i in first:
             ranks = self._ranks(int(layouts.pp[i]), int(virtual[i]), int(shape[i]), bool(pairs[i]), int(again[i]))
             inner = sorted(range(1, len(ranks) - 1), key=lambda r: (-ranks[r][0], ranks[r][1], r))[:1]
             more = [r for r in inner if ranks[r][0] > ranks[0][0] or ranks[r][1] < ranks[0][1]]
             table.append((*ranks[int(index[i])], more[0] if more else 0))
-        return np.array(table, float).reshape(-1, 6)[inverse.ravel()]
+        return np.array(table, float).reshape(-1, 5)[position]

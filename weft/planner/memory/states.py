@@ -75,6 +75,12 @@ class UnitSizes:
         """The same for some of the layouts."""
         return UnitSizes(self.sums[:, chosen], self.scratch[chosen])
 
+    def without_states(self) -> UnitSizes:
+        """The same for a copy of weights that the optimizer does not update."""
+        sums = self.sums.copy()
+        sums[[6, 10]] = 0.0  # optimizer, trained_held
+        return UnitSizes(sums, 0.0 * self.scratch)
+
     @classmethod
     def none(cls, layouts: int) -> UnitSizes:
         """Nothing, for a number of layouts."""

@@ -67,7 +67,7 @@ class Stage:
     per_microbatch: Size
     """Bytes kept once for each microbatch: rotary tables and masks."""
     later: Size
-    """Bytes per block that a split backward keeps for the gradients of weights."""
+    """Bytes per block that a split backward pass through one of the stages keeps for the gradients of weights."""
     waits_more: Size
     """Bytes that a waiting microbatch keeps on average beyond those of one that passes all stages of the rank."""
 
@@ -131,25 +131,29 @@ class StepTrace:
         """Bytes of the unit prefetched in the backward pass."""
         self.reducing: Size = 0.0
         """Bytes of gradients that are being reduced."""
+        self.loss_waits: Size = 0.0
 
     def run(
         self, in_flight: Size, pending: Size, accumulation: Size, pipelined: bool, stages: Size, steady: Size,
-        sent: Size, loss_held: Size,
+        sent: Size, loss_held: Size, losses_wait: Size, alone: Size,
     ) -> None:  # fmt: skip
         """Trace the passes that may hold the peak: the first microbatch, one with all gradients in place, the last.
 
         `in_flight` microbatches are held at once, each over all `stages` of the rank, `pending` of them until gradients
         of weights are made, and as many with all gradients where the pipeline is `steady`; `sent` are the bytes that a
-        backward pass leaves in send buffers; `loss_held` is 1 where the loss waits for backward.
+        backward pass leaves in send buffers; `loss_held` is 1 where each loss waits for the last forward pass;
+        during `losses_wait` backward passes of the first stage, the loss of another microbatch waits; where `alone`,
+        backward passes with all gradients hold no other microbatch.
         """
+        self.loss_waits = losses_wait > 0
         several = accumulation > 1
         w, kept = self.w, self.s.kept - self.s.end.kept * (1 - loss_held)
         if self.r.sharded and not self.r.gathers_again and pipelined:
             self._gather_all()
         waiting = in_flight - 1
         w.add(waiting * kept, "activations")
-        if self.r.split_passes:
-            w.add(np.maximum(pending - 1, 0) * self.s.all_later, "activations")
+        delayed = np.maximum(pending * stages - 1, 0) * self.s.all_later if self.r.split_passes else 0.0
+        w.add(delayed, "activations")
         if not np.any(several):
             self._pass(first=True, last=1.0)
             return
@@ -161,14 +165,17 @@ class StepTrace:
         else:
             self._pass(first=True, last=0.0 if np.all(several) else (~several) * 1.0)
         w.on = None if np.all(several) else several * 1.0
+        self.loss_waits = losses_wait > 1
         if pipelined:
-            fewer = ~steady * np.minimum(waiting, 1.0 / stages)
+            fewer = ~(steady | alone) * np.minimum(waiting, 1.0 / stages)
             w.free(fewer * kept, "activations")
-            w.add(sent * (accumulation - in_flight), "communication")
-            self._pass(first=False, last=0.0)
-            w.free((waiting - fewer) * kept, "activations")
             if self.r.split_passes:
-                w.free(np.maximum(pending - 1, 0) * self.s.all_later, "activations")
+                w.add(alone * self.s.all_later, "activations")
+                delayed = delayed + alone * self.s.all_later
+            w.add(sent * (accumulation - in_flight), "communication")
+            self._pass(first=False, last=0.0, finished=alone * (waiting * kept + delayed))
+            w.free((waiting - fewer) * kept, "activations")
+            w.free(delayed, "activations")
             w.add(sent * (in_flight - 1), "communication")
             if not self.r.whole_gradients:
                 return
@@ -188,13 +195,16 @@ class StepTrace:
                 self.w.add(part.gathered * count, self.r.weights)
         self.ready = True
 
-    def _pass(self, first: bool, last: Size) -> None:
+    def _pass(self, first: bool, last: Size, finished: Size = 0.0) -> None:
+        """Both passes of a microbatch; `finished` bytes of others are freed in between."""
         self._forward()
+        self.w.free(finished, "activations")
         self._backward(first, last)
         if self.r.split_passes:
             for unit, count in reversed(self.s.blocks):
                 if not unit.recomputed:
                     self.w.repeat(count, partial(self._weight_pass, unit, first, last))
+        self.w.add(finished, "activations")
         self._finish(first, last)
 
     def _forward(self) -> None:
@@ -242,6 +252,7 @@ class StepTrace:
             w.add(self.ahead, "communication")
         w.flash(s.end.backward)
         w.add(s.hidden - s.end.kept, "activations")
+        w.add(s.end.kept * self.loss_waits, "activations")
         w.add(s.head_grad, "gradients")
         if r.in_place and not first:
             w.free(s.head_grad, "gradients")
@@ -253,7 +264,7 @@ class StepTrace:
             lowest = sum((other for _, other in s.blocks[:number]), 0.0 * count) == 0
             w.repeat(count, partial(self._block_backward, unit, first, last, lowest))
         w.flash(s.begin.backward)
-        w.free(s.begin.kept + s.hidden, "activations")
+        w.free(s.begin.kept + s.hidden + s.end.kept * self.loss_waits, "activations")
         if not r.sharded:  # both gradients of a tied weight are added before they are reduced
             w.flash(s.tied_grad, "gradients")
             w.free(s.tied_grad, "gradients")

@@ -14,7 +14,7 @@ from weft.planner.memory.expert_trace import Mixture
 from weft.planner.memory.live_bytes import FP32_BYTES, PassBytes, Sizes
 from weft.planner.model.facts import Size
 from weft.planner.plan import Plan
-from weft.planner.search.candidates import Layouts
+from weft.planner.search.candidates import Layouts, distinct
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class PassTables:
     def passes(self, layouts: Layouts, flags: dict[str, Any]) -> Passes:
         """The passes of all units for one microbatch of each layout."""
         key = ((layouts.microbatch * 2048 + layouts.tp) * 8192 + layouts.cp) * 2048 + layouts.ep
-        wanted, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+        first, position = distinct(layouts.microbatch, layouts.tp, layouts.cp, layouts.ep)
+        wanted = key[first]
         name = tuple(flags[flag] if flag != "zero" else flags[flag] > 0 for flag in PASS_FLAGS)
         keys, table = self._known.get(name, (wanted[:0], None))
         at = np.asarray(np.searchsorted(keys, wanted))
@@ -83,7 +84,7 @@ class PassTables:
             self._known[name] = keys, table
             at = np.asarray(np.searchsorted(keys, wanted))
         assert table is not None
-        return Passes.from_table(table, at[inverse.ravel()], layouts.recompute)
+        return Passes.from_table(table, at[position], layouts.recompute)
 
 
 def _sizes(job: Job, layouts: Layouts, flags: dict[str, Any], fused: bool) -> Sizes:
@@ -131,7 +132,7 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
         dense, routed = _masked(dense, mask), _masked(routed, mask) if routed else None
     vocab = np.ceil((m.vocab or 0) / layouts.tp)
     targets = layouts.microbatch * 1.0 if m.is_classifier else z.tokens
-    end, head_grad = head_bytes(m, z, vocab, targets, LOGITS_BYTES[memory.device] // FP32_BYTES)
+    end, head_grad = head_bytes(m, z, vocab, targets, memory.device)
     if flags["compiled"] and mix is None:
         end = _compiled_head(job, z, vocab)
     gates = 2 if m.gated else 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from weft.planner.schedules.actions import Action, join_backward, vee
-from weft.planner.schedules.entry import ActionLists, ScheduleEntry
+from weft.planner.schedules.entry import ActionLists, ScheduleEntry, Shares, Size, missing
 
 
 def build(ranks: int, microbatches: int, stages_per_rank: int) -> ActionLists:
@@ -53,12 +55,19 @@ def _actions_of_rank(ranks: int, rank: int, microbatches: int) -> list[Action]:
     return actions
 
 
+def _bubble(shares: Shares, ranks: Size, microbatches: Size) -> Size:
+    """Below two microbatches a rank, gradients of weights do not fill the bubble."""
+    filled = np.clip(3 - 2 * microbatches / ranks, -1, 1)
+    return 2 * shares.inputs + shares.weights * filled + 2 * shares.forward * missing(ranks, microbatches)
+
+
 SCHEDULE = ScheduleEntry(
     name="dualpipe-v",
     description="two stages per rank in a V, forwards in one direction paired with backwards in the other",
     build=build,
-    bubble=lambda weight, count: 0.15,
-    in_flight=lambda ranks, stages, rank, count: ranks + 0.5,
+    bubble=_bubble,
+    in_flight=lambda ranks, stages, rank, count: np.minimum(ranks + 0.5, (count + rank + 1) / 2),
+    losses_wait=lambda ranks, stages, rank, count: np.maximum(0, count - ranks),
     default_stages=2,
     allowed_stages=(2,),
     searched_stages=(2,),

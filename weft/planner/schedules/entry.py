@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from weft.planner.schedules.actions import Action
 
@@ -13,6 +15,21 @@ ActionLists = tuple[tuple[int, ...], list[list[Action]]]
 
 Size = Any
 """A number or an array of numbers, one a layout."""
+
+
+class Shares(NamedTuple):
+    """What a stage's time for one microbatch consists of; the sum is 1."""
+
+    forward: Size
+    inputs: Size
+    """Gradients of inputs, and those of weights where they are computed in the same pass."""
+    weights: Size
+    """Gradients of weights that are computed separately."""
+
+
+def missing(ranks: Size, microbatches: Size) -> Size:
+    """Share of microbatches that a pipeline lacks to have one for each rank."""
+    return np.maximum(0.0, 1 - microbatches / ranks)
 
 
 @dataclass(frozen=True)
@@ -25,9 +42,9 @@ class ScheduleEntry:
     """One line for docs and help."""
     build: Callable[[int, int, int], ActionLists]
     """Makes the action lists for (ranks, microbatches, stages per rank)."""
-    bubble: Callable[[Size, Size], Size]
-    """Idle time of a rank for (share of the weight gradients in a stage's time, microbatches), as a multiple of the
-    time that the other stages need for one microbatch."""
+    bubble: Callable[[Shares, Size, Size], Size]
+    """Idle time of a rank for (shares of a stage's time, ranks, microbatches), as a multiple of the time that the other
+    stages need for one microbatch; as `simulate` gives it for equal stages."""
     in_flight: Callable[[Size, Size, Size, Size], Size]
     """Microbatches whose activations a rank holds at once, each over all of its blocks, for (ranks, stages per rank,
     rank, microbatches)."""
@@ -35,6 +52,8 @@ class ScheduleEntry:
     """Of these, microbatches whose weight gradients are still to be computed, for the same arguments."""
     awaiting_backward: Callable[[Size, Size, Size, Size], Size] | None = None
     """Of these, microbatches that have not begun their backward pass; None: all of them."""
+    losses_wait: Callable[[Size, Size, Size, Size], Size] = lambda ranks, stages, rank, microbatches: 0.0
+    """Backward passes of the first stage during which the rank holds the loss of another microbatch."""
     default_stages: int = 1
     """Stages per rank when parallel.virtual_stages is left out."""
     allowed_stages: tuple[int, ...] | None = None

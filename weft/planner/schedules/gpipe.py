@@ -21,6 +21,6 @@ SCHEDULE = ScheduleEntry(
     name="gpipe",
     description="all forwards, then all backwards",
     build=build,
-    bubble=lambda weight, count: 1.0,
+    bubble=lambda shares, ranks, count: 1.0,
     in_flight=lambda ranks, stages, rank, count: count,
 )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
+
 from weft.planner.schedules import one_f_one_b
 from weft.planner.schedules.actions import Action, loop
-from weft.planner.schedules.entry import ActionLists, ScheduleEntry
+from weft.planner.schedules.entry import ActionLists, ScheduleEntry, Size, missing
 
 
 def build(ranks: int, microbatches: int, stages_per_rank: int) -> ActionLists:
@@ -31,12 +33,19 @@ def build(ranks: int, microbatches: int, stages_per_rank: int) -> ActionLists:
     return loop(ranks, ranks * stages_per_rank), lists
 
 
+def _in_flight(ranks: Size, stages: Size, rank: Size, microbatches: Size) -> Size:
+    """The forward passes before the first backward pass, and the one between each two of these."""
+    widest = np.ceil(microbatches / np.maximum(1, microbatches // ranks))
+    held = (2 * (ranks - rank - 1) + (stages - 1) * widest + 1) / stages
+    return np.where(stages == 1, ranks - rank, held)
+
+
 SCHEDULE = ScheduleEntry(
     name="interleaved-1f1b",
     description="1f1b over several smaller stages per rank, so that ranks wait less",
     build=build,
-    bubble=lambda weight, count: 1.0,
-    in_flight=lambda ranks, stages, rank, count: (ranks * (stages - 1) + 1 + 2 * (ranks - rank - 1)) / stages,
+    bubble=lambda shares, ranks, count: 1.0 + missing(ranks, count),
+    in_flight=_in_flight,
     default_stages=2,
     searched_stages=(2, 3, 4, 5, 6, 7, 8),
 )

@@ -22,6 +22,6 @@ SCHEDULE = ScheduleEntry(
     name="naive",
     description="one microbatch at a time, forward and back; one rank works while the others wait",
     build=build,
-    bubble=lambda weight, count: count,
+    bubble=lambda shares, ranks, count: count,
     in_flight=lambda ranks, stages, rank, count: 1.0,
 )

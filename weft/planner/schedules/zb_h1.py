@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from weft.planner.schedules.actions import Action, join_backward, loop
-from weft.planner.schedules.entry import ActionLists, ScheduleEntry
+from weft.planner.schedules.entry import ActionLists, ScheduleEntry, missing
 
 
 def build(ranks: int, microbatches: int, stages_per_rank: int) -> ActionLists:
@@ -29,7 +29,7 @@ SCHEDULE = ScheduleEntry(
     name="zb-h1",
     description="1f1b with weight gradients delayed into the bubble",
     build=build,
-    bubble=lambda weight, count: np.maximum(1 - 2 * weight, 0.34),
+    bubble=lambda shares, ranks, count: 1 - shares.weights * (2 - missing(ranks, count)),
     in_flight=lambda ranks, stages, rank, count: ranks,
     awaiting_backward=lambda ranks, stages, rank, count: ranks - rank,
     pending=lambda ranks, stages, rank, count: np.where(rank > 0, rank + 1.0, 0.0),

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
+import numpy as np
+
 from weft.planner.schedules.actions import Action, join_backward, vee
-from weft.planner.schedules.entry import ActionLists, ScheduleEntry
+from weft.planner.schedules.entry import ActionLists, ScheduleEntry, Shares, Size, missing
 
 
 def build(ranks: int, microbatches: int, stages_per_rank: int) -> ActionLists:
@@ -86,13 +88,25 @@ class _ListScheduler:
         return None
 
 
+def _bubble(shares: Shares, ranks: Size, microbatches: Size) -> Size:
+    """The order of actions is made for three passes of equal length. With more microbatches than ranks, longer passes
+    for inputs than for weights delay every microbatch; the factors were read from simulated steps."""
+    few = 2 * shares.inputs - shares.weights + 2 * shares.forward * missing(ranks, microbatches)
+    many = 3.2 * np.maximum(0.0, shares.inputs - shares.weights) * microbatches / ranks + shares.weights
+    return np.where(microbatches > ranks, many, few)
+
+
 SCHEDULE = ScheduleEntry(
     name="zbv",
     description="two stages per rank in a V, weight gradients in the bubble",
     build=build,
-    bubble=lambda weight, count: 0.05,
+    bubble=_bubble,
     in_flight=lambda ranks, stages, rank, count: ranks,
     pending=lambda ranks, stages, rank, count: 1 + (ranks - 2) * (0.4 + 0.35 * rank / (ranks - 1 + (ranks == 1))),
+    awaiting_backward=lambda ranks, stages, rank, count: np.minimum(ranks - 0.5, (count + rank + 1) / 2),
+    losses_wait=lambda ranks, stages, rank, count: np.maximum(
+        0, np.minimum(count - ranks, np.where(ranks < 5, 1, count))
+    ),
     default_stages=2,
     allowed_stages=(2,),
     searched_stages=(2,),

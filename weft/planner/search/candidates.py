@@ -123,9 +123,38 @@ def without_states(offload: str) -> str:
 
 
 def distinct(*columns: Any) -> tuple[IntArray, IntArray]:
-    """First index of each combination of values in columns, and for each entry the position of its combination."""
-    _, first, position = np.unique(hashed(*columns), return_index=True, return_inverse=True)
-    return first, position.ravel()
+    """First index of each combination of whole numbers in columns, and for each entry the position of its combination.
+
+    Columns become digits of one number; a table over all its values is faster than sorting.
+    """
+    count = len(columns[0])
+    largest = 8 * count + 4096
+    key, size = np.zeros(count, np.int64), 1
+    for column in columns if count else ():
+        digit = np.asarray(column).astype(np.int64)
+        digit -= digit.min()
+        base = int(digit.max()) + 1
+        if base > largest:
+            values, digit = np.unique(digit, return_inverse=True)
+            base = len(values)
+        if size * base > largest:
+            first, key = _numbered(key, size)
+            size = len(first)
+        key, size = key * base + digit, size * base
+    return _numbered(key, size)
+
+
+def _numbered(key: IntArray, size: int) -> tuple[IntArray, IntArray]:
+    """`distinct` of numbers below `size`."""
+    there = np.zeros(size, np.bool_)
+    there[key] = True
+    values = np.flatnonzero(there)
+    number = np.empty(size, np.int64)
+    number[values] = np.arange(len(values))
+    position = number[key]
+    first = np.empty(len(values), np.int64)
+    first[position[::-1]] = np.arange(len(key) - 1, -1, -1)
+    return first, position
 
 
 def hashed(*columns: Any) -> NDArray[np.uint64]:

@@ -25,6 +25,8 @@ class BlockTime:
     forward: Size
     backward: Size
     """Without recompute."""
+    weights: Size
+    """The part of backward that gradients of weights take."""
     again: Size
     """What selective recompute repeats; full recompute repeats `forward`."""
     gpu_forward: Size
@@ -98,6 +100,7 @@ def block_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: 
     return BlockTime(
         forward=_smooth_max(gpu_f, host, cal.host_blend) * ratio,
         backward=_smooth_max(gpu_b, host * cal.host_backward, cal.host_blend) * ratio,
+        weights=w.weights * ratio,
         again=w.inner * ratio, gpu_forward=gpu_f, gpu_backward=gpu_b, gpu_again=w.inner, tp=tp, cp_forward=cp_f,
         cp_backward=cp_b, ep=ep, head=w.head_forward + w.head_backward, embedding=w.embedding, row_bytes=row,
     )  # fmt: skip

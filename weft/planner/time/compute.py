@@ -28,6 +28,8 @@ class ComputeTime:
     backward: Size
     attention: Size
     """The part of forward that overlaps with context-parallel communication."""
+    weights: Size
+    """The part of backward that gradients of weights take: as long as the products of forward."""
     inner: Size
     """The part of forward that selective recompute repeats."""
     head_forward: Size
@@ -122,6 +124,7 @@ def compute_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal
         forward=forward,
         backward=backward,
         attention=attention_f,
+        weights=np.where(np.asarray(model.frozen) > 0, 0.0, forward - attention_f - moved_f),
         inner=np.where(cal.fused > 0, cal.selective * moved_f, attention_f),
         head_forward=np.where(has_head, head_f + logits, 0.0),
         head_backward=np.where(has_head, head_b + logits, 0.0),

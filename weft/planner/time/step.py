@@ -157,7 +157,14 @@ def _step_times(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal:
     sent = exchange.message + block.row_bytes / np.where(layouts.sequence, layouts.tp, 1) / (exchange.stage_gb_s * 1e9)
     messages = np.where(pp > 1, 2 * sent * (1 - cal.overlap_pp) * (count * v + pp - 1), 0.0)
     passed, bubble = step_time(
-        layouts, model.layers, (exchange.largest, exchange.last), block.forward, backward, block.head, block.embedding
+        layouts,
+        model.layers,
+        (exchange.largest, exchange.last),
+        block.forward,
+        backward,
+        block.weights,
+        block.head,
+        block.embedding,
     )
     window = here * (block.forward + backward)
     often = 2 * exchange.gathers * (z == 3) + exchange.scatter
