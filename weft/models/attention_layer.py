@@ -19,14 +19,20 @@ def _unchanged(x: Tensor) -> Tensor:
     return x
 
 
+def _only_new(*new: Tensor) -> tuple[Tensor, ...]:
+    return new
+
+
 class Attention(nn.Module):
     """Grouped-query attention. The number of heads follows from the width of q, k and v, so any share of them works.
 
-    Parallel layouts replace `enter` (gathers the input) and `core` (the attention itself).
+    Parallel layouts replace `enter` (gathers the input) and `core` (the attention itself). A cache of earlier tokens
+    replaces `store`, which returns what it is given with that of earlier tokens before it, and `core`.
     """
 
     core: AttentionFunction = staticmethod(attention)
     enter: Callable[[Tensor], Tensor] = staticmethod(_unchanged)
+    store: Callable[..., tuple[Tensor, ...]] = staticmethod(_only_new)
 
     def __init__(self, m: Model, index: int = 0):
         super().__init__()
@@ -55,6 +61,7 @@ class Attention(nn.Module):
         angles = info.window_rotation if self.window_theta else info.rotation
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
+        k, v = self.store(k, v)
         return q if self.q_scale == 1.0 else q * self.q_scale, k, v
 
     def _normed(self, norm: nn.Module | None, x: Tensor) -> Tensor:

@@ -47,11 +47,12 @@ class LatentAttention(Attention):
             assert self.q is not None
             q = self.q(x)
         latent, shared_key = self.kv_a(x).split([self.kv_rank, self.rope_dim], -1)
-        expanded = self.kv_b(self.kv_a_norm(latent)).unflatten(-1, (-1, self.head_dim - self.rope_dim + self.v_dim))
-        k, v = expanded.split([self.head_dim - self.rope_dim, self.v_dim], -1)
         q, shared_key = q.unflatten(-1, (-1, self.head_dim)), shared_key.unsqueeze(2)
         if info.rotation is not None:
             q, shared_key = rotate(q, info.rotation), rotate(shared_key, info.rotation)
+        latent, shared_key = self.store(latent, shared_key)
+        expanded = self.kv_b(self.kv_a_norm(latent)).unflatten(-1, (-1, self.head_dim - self.rope_dim + self.v_dim))
+        k, v = expanded.split([self.head_dim - self.rope_dim, self.v_dim], -1)
         k = torch.cat((shared_key.expand(-1, -1, k.shape[2], -1), k), -1)
         v = F.pad(v, (0, self.head_dim - self.v_dim))  # kernels want one width
         return q if self.q_scale == 1.0 else q * self.q_scale, k, v

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from weft.data.dataset import open_tokenizer
 from weft.data.tokenizer import Tokenizer
 from weft.job.errors import JobError
 from weft.job.schema import Job
+from weft.models.key_value_cache import KeyValueCache
 from weft.pretrained.folder import CONFIG, GENERATION_CONFIG, existing_folder, read_json
 from weft.training.export import load_model
 
@@ -94,26 +97,64 @@ def continue_texts(
     for i, prompt in enumerate(prompts):
         ids = [int(t) for t in tokenizer.encode_prompt(prompt)] or [tokenizer.eos]
         texts.append(_Text(ids, tokenizer.decode(ids), torch.Generator().manual_seed((sampling.seed + i) % 2**63)))
-    for count in range(1, tokens + 1):
-        going = [(i, text) for i, text in enumerate(texts) if not text.done]
-        if not going:
-            return
-        logits = _next_logits(model, [text.ids[-window:] for _, text in going])[:, : tokenizer.vocab]
-        for (i, text), scores in zip(going, logits, strict=True):
-            token = pick_token(scores, sampling, text.random)
-            text.done = token in end_tokens
-            if not text.done:
-                text.ids.append(token)
-            last = text.done or count == tokens
-            if piece := text.show(tokenizer.decode(text.ids).removeprefix(text.prompt), sampling.stop, last):
-                yield i, piece
+    with NextLogits(model, window) as next_logits:
+        for count in range(1, tokens + 1):
+            going = [(i, text) for i, text in enumerate(texts) if not text.done]
+            if not going:
+                return
+            logits = next_logits({i: text.ids for i, text in going})[:, : tokenizer.vocab]
+            for (i, text), scores in zip(going, logits, strict=True):
+                token = pick_token(scores, sampling, text.random)
+                text.done = token in end_tokens
+                if not text.done:
+                    text.ids.append(token)
+                last = text.done or count == tokens
+                if piece := text.show(tokenizer.decode(text.ids).removeprefix(text.prompt), sampling.stop, last):
+                    yield i, piece
 
 
-def _next_logits(model: nn.Module, rows: list[list[int]]) -> Tensor:
+class NextLogits:
+    """Logits of the token after each text. Earlier tokens are computed once, until the texts exceed the window."""
+
+    def __init__(self, model: nn.Module, window: int):
+        self.model, self.window = model, window
+        self.cache: KeyValueCache | None = None
+        self.cached: list[int] = []
+        """The texts in the cache."""
+        self.stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stack.close()
+
+    def __call__(self, texts: dict[int, list[int]]) -> Tensor:
+        """Logits [texts, vocab] of the token after each text, by its number; a text is as before with one token more,
+        or new in the first call."""
+        rows = [ids[-self.window :] for ids in texts.values()]
+        longest = max(map(len, rows))
+        if not KeyValueCache.applies_to(self.model) or max(map(len, texts.values())) > self.window:
+            self.stack.close()
+            return whole_logits(self.model, rows, longest)
+        if self.cache is None:
+            pads = torch.tensor([longest - len(row) for row in rows])
+            self.cache, self.cached = self.stack.enter_context(KeyValueCache(self.model, pads)), list(texts)
+            return self.cache.logits(_padded(rows, longest))
+        if self.cached != list(texts):
+            self.cache.keep([self.cached.index(i) for i in texts])
+            self.cached = list(texts)
+        return self.cache.logits(torch.tensor([row[-1:] for row in rows]))
+
+
+def _padded(rows: list[list[int]], longest: int) -> Tensor:
+    return torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+
+
+def whole_logits(model: nn.Module, rows: list[list[int]], longest: int) -> Tensor:
     """Logits of the token after each row [rows, vocab]; shorter rows are padded at their beginning."""
-    longest = max(map(len, rows))
     pads = torch.tensor([longest - len(row) for row in rows])
-    inputs = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+    inputs = _padded(rows, longest)
     if not pads.any():
         return model(inputs)[:, -1].float()
     place = torch.arange(longest) - pads.unsqueeze(1)

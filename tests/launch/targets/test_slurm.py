@@ -106,7 +106,7 @@ def test_srun_by_hand_joins_the_nodes_and_ranks(folder: Path, slurm: SlurmCluste
         (["cluster.volumes=[/a:/b]", "--print"], 2, "set cluster.image"),
         (["cluster.hostfile=x", "--print"], 2, "cluster.hostfile is not used by the target slurm"),
         (["cluster.slurm.groups=[{nodes: 2}]", "--print"], 2, "raise cluster.nodes"),
-        (["cluster.nodes=9", "train.global_batch=18", "--dry-run"], 4, "sbatch: "),
+        (["cluster.nodes=9", "train.global_batch=36", "--dry-run"], 4, "sbatch: "),
     ],
 )
 def test_refusals_of_slurm(folder: Path, in_process: InProcess, words: list[str], code: int, text: str) -> None:
@@ -135,6 +135,7 @@ def test_script_has_the_settings(folder: Path, in_process: InProcess, monkeypatc
         folder, "launch", "job.yaml", *words, "cluster.slurm.container=apptainer", "--on", "slurm", "--print"
     ).out
     assert "apptainer exec --nv --bind" in apptainer
-    monkeypatch.setenv("PATH", "/nowhere")
-    missing = in_process(folder, "launch", "job.yaml", "--on", "slurm")
+    with monkeypatch.context() as changed:
+        changed.setenv("PATH", "/nowhere")
+        missing = in_process(folder, "launch", "job.yaml", "--on", "slurm")
     assert (missing.code, "there is no sbatch here" in missing.last) == (4, True)
