@@ -96,8 +96,9 @@ class WeftTrainer:
         self._counts_items = "num_items_in_batch" in inspect.signature(model.forward).parameters or any(
             p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values()
         )
-        if args.gradient_checkpointing and hasattr(model, "gradient_checkpointing_enable"):
-            model.gradient_checkpointing_enable()
+        enable: Any = getattr(model, "gradient_checkpointing_enable", None)
+        if args.gradient_checkpointing and enable is not None:
+            enable()
         self.model = model
         self._prepared = False
 
