@@ -34,7 +34,8 @@ def train(
     place = this_node(described, nproc)
     if place is None and export_torchrun_variables():
         raise typer.Exit(join(described, log=print_stderr))
-    with claimed_for_run(described, nproc, print_stderr) as (described, nproc, inherit):
+    nodes = place.count if place is not None else 1
+    with claimed_for_run(described, nproc, print_stderr, nodes) as (described, nproc, inherit):
         if place is not None:
             raise typer.Exit(start_node(described, place, nproc, log=print_stderr, inherit=inherit))
         prepared = prepare(described, nproc)

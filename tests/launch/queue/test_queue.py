@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -147,6 +149,71 @@ def test_a_claim_outlives_its_owner_until_its_processes_end(queue: QueueFolder, 
     assert "were killed" in lines[0]
     with claim(queue, Request(memory_gib=64), name="next", wait=False):
         pass
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that other users can reach; tmp_path is closed to them."""
+    with tempfile.TemporaryDirectory(prefix="weft-queue-", dir="/tmp") as text:
+        os.chmod(text, 0o755)
+        yield Path(text)
+
+
+def test_claims_of_other_users(open_folder: Path) -> None:
+    """Users see one another's claims, cannot end them, and are not blocked by what a killed process left."""
+    users = QueueFolder.create(open_folder, QueueSettings(Capacity((), (0, 1), 8.0)))
+    with claim(users, Request(cores=1), name="first"):
+        queue_state(users)  # what the forks need is imported now
+    granted, grant = os.pipe()
+
+    def hold() -> None:
+        with claim(users, Request(cores=2), name="held"):
+            os.write(grant, b"x")
+            signal.pause()
+
+    def compete() -> None:
+        with (
+            pytest.raises(MachineError, match=r"held by \d+'s held"),
+            claim(users, Request(cores=1), name="x", wait=False),
+        ):
+            pass
+
+    def end_held() -> None:
+        with users.locked():
+            (found,) = users.read(time.time()).live
+        with pytest.raises(MachineError, match="only they or root can end it"):
+            end_claim(users, found, print)
+
+    def take_over() -> None:
+        with claim(users, Request(cores=2), name="next", wait=False):
+            assert [row["name"] for row in queue_state(users)["claims"]] == ["next"]
+
+    owner = as_user(4001, hold)
+    os.read(granted, 1)
+    for action in (compete, end_held):
+        assert os.waitpid(as_user(4002, action), 0)[1] == 0
+    os.kill(owner, signal.SIGKILL)
+    os.waitpid(owner, 0)
+    assert os.waitpid(as_user(4002, take_over), 0)[1] == 0
+    assert len(list(users.claims.iterdir())) == 2  # only 4001 and root can delete them
+    with users.locked():
+        assert users.read(time.time()).live == ()
+    assert list(users.claims.iterdir()) == []
+    assert (users.usage / "4001.json").stat().st_uid == 4001
+
+
+def as_user(uid: int, action: Callable[[], None]) -> int:
+    """Run a function in a fork that belongs to another user; exit code 1 if it fails. Needs root."""
+    if pid := os.fork():
+        return pid
+    try:
+        os.setgid(uid)
+        os.setuid(uid)
+        action()
+        os._exit(0)
+    except BaseException as error:
+        print(repr(error), file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def test_an_idle_command_is_ended(queue: QueueFolder) -> None:

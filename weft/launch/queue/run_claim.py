@@ -19,19 +19,21 @@ from weft.planner import Plan, make_plan
 
 @contextlib.contextmanager
 def claimed_for_run(
-    job: Job, nproc: int | None, log: Callable[[str], None]
+    job: Job, nproc: int | None, log: Callable[[str], None], nodes: int = 1
 ) -> Iterator[tuple[Job, int | None, tuple[int, ...]]]:
     """Hold this machine's part of a run in the context, if the machine has a queue; this process is restricted to it.
 
-    Yields the job and the number of ranks to plan with, and the open files that the ranks have to inherit.
+    `nodes`: machines of the run, with `nproc` ranks each. Yields the job and the number of ranks on this machine to
+    plan with, and the open files that the ranks have to inherit.
     """
     queue = _queue_of(job)
     if queue is None:
         yield job, nproc, ()
         return
-    if nproc is None and job.queue.gpus != "auto" and job.cluster.nodes == 1:
+    if nproc is None and job.queue.gpus != "auto":
         nproc = job.queue.gpus or None
-    request = request_of(job, make_plan(job, nproc)[1], queue)
+    planned = job.model_copy(update={"cluster": job.cluster.model_copy(update={"nodes": nodes})}) if nodes > 1 else job
+    request = request_of(job, make_plan(planned, nproc * nodes if nproc else None)[1], queue)
     with claim(
         queue, request, name=job.name, run=str((Path(job.runs_dir) / job.name).absolute()),
         priority=job.queue.priority, idle_minutes=job.queue.idle_minutes, wait=job.queue.wait, log=log,

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +71,24 @@ class RayRun:
         self.output = output
         strategy = "STRICT_SPREAD" if nodes > 1 else "PACK"
         self.group = ray.util.placement_group([bundle] * nodes, strategy=strategy)
+        self.actors: list[Any] = []
+        self.addresses: list[str] = []
+        self.pending: dict[int, Any] = {}
         self.replaced = 0
 
-    def train(self, stop_file: Path | None = None, log: Any = print) -> int:
-        """Run all nodes to their end. Returns the exit code of the run."""
+    def train(self, stop_file: Path | None = None, log: Callable[[str], None] = print) -> int:
+        """Run all nodes to their end. Returns the exit code of the run. A stop file asks it to save and stop."""
         try:
             self.ray.get(self.group.ready(), timeout=PLACEMENT_TIMEOUT_S)
             self.actors = [self._actor(node) for node in range(self.nodes)]
-            self.masters = self.ray.get([actor.address.remote() for actor in self.actors])
-            self.ray.get([actor.start.remote(n, self.nodes, self.masters[0]) for n, actor in enumerate(self.actors)])
+            self.addresses = self.ray.get([actor.address.remote() for actor in self.actors])
+            for node in range(self.nodes):
+                self._start(node)
             return self._watch(stop_file, log)
+        except self.ray.exceptions.GetTimeoutError:
+            minutes = PLACEMENT_TIMEOUT_S / 60
+            log(f"weft: Ray has had no {self.nodes} nodes with {self.bundle} each for {minutes:.0f} minutes")
+            return int(Exit.MACHINE)
         finally:
             self.ray.util.remove_placement_group(self.group)  # ends the actors
 
@@ -88,37 +97,47 @@ class RayRun:
 
         place = PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=node)
         kind = self.ray.remote(NodeActor).options(
-            num_cpus=self.bundle.get("CPU", 0), num_gpus=self.bundle.get("GPU", 0), scheduling_strategy=place,
-            runtime_env={"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}},
-        )  # fmt: skip
+            num_cpus=self.bundle.get("CPU", 0), num_gpus=self.bundle.get("GPU", 0), scheduling_strategy=place
+        )
         return kind.remote(*self.arguments, self.output if node == 0 else None)
 
-    def _watch(self, stop_file: Path | None, log: Any) -> int:
+    def _start(self, node: int) -> None:
+        # any other node gives the route to all of them
+        self.pending[node] = self.actors[node].start.remote(
+            node, self.nodes, self.addresses[(node + 1) % self.nodes] if self.nodes > 1 else self.addresses[0]
+        )
+
+    def _watch(self, stop_file: Path | None, log: Callable[[str], None]) -> int:
         codes: dict[int, int] = {}
-        stopping = False
         while len(codes) < self.nodes:
-            if stop_file is not None and stop_file.exists() and not stopping:
-                stopping = True
-                self.actors[0].stop.remote()  # one node stops the run on all
             for node in [n for n in range(self.nodes) if n not in codes]:
                 try:
+                    if node in self.pending:
+                        if not self.ray.wait([self.pending[node]], timeout=0)[0]:
+                            continue
+                        self.ray.get(self.pending.pop(node))
                     code = self.ray.get(self.actors[node].poll.remote())
                 except self.ray.exceptions.RayActorError:
                     self._replace(node, log)
                     continue
                 if code is not None:
                     codes[node] = code if code >= 0 else int(Exit.MACHINE)
+            running = [node for node in range(self.nodes) if node not in codes and node not in self.pending]
+            if codes and not running:  # a lost node that has not come back is not waited for
+                break
+            if running and stop_file is not None and stop_file.exists():
+                stop_file.unlink()
+                self.actors[running[0]].stop.remote()  # one node stops the run on all
             time.sleep(POLL_S)
         return next((code for code in codes.values() if code), int(Exit.DONE))
 
-    def _replace(self, node: int, log: Any) -> None:
+    def _replace(self, node: int, log: Callable[[str], None]) -> None:
         self.replaced += 1
         if self.replaced > MAX_REPLACED_ACTORS:
             raise RuntimeError(f"{MAX_REPLACED_ACTORS} actors were lost")
         log(f"the actor of node {node} was lost; another one takes its place")
-        actor = self.actors[node] = self._actor(node)
-        # the other nodes can be reached from any of their addresses
-        self.ray.get(actor.start.remote(node, self.nodes, self.masters[(node + 1) % self.nodes]))
+        self.actors[node] = self._actor(node)
+        self._start(node)
 
 
 def bundle_of(ranks: int, gpus: int) -> dict[str, float]:
@@ -130,7 +149,12 @@ def main(folder: Path, nodes: int, ranks: int, gpus: int) -> int:
     command = [sys.executable, "-m", "weft", "train", str(folder / "submitted.yaml"), "--nproc", str(ranks)]
     environment = json.loads(os.environ.get("WEFT_RAY_ENVIRONMENT", "{}"))
     run = RayRun(command, nodes, bundle_of(ranks, gpus), os.getcwd(), str(folder / OUTPUT), environment)
-    code = run.train(folder / STOP_FILE)
+
+    def log(text: str) -> None:
+        with (folder / OUTPUT).open("a", encoding="utf-8") as file:
+            file.write(f"{text}\n")
+
+    code = run.train(folder / STOP_FILE, log)
     draft = folder / ".exit"
     draft.write_text(json.dumps({"code": code}), encoding="utf-8")
     draft.replace(folder / EXIT_FILE)
