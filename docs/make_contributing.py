@@ -16,7 +16,7 @@ FLOW = (
 )
 """Each step of the flow, what it is, and the parts of weft/ that implement it."""
 AROUND = (
-    ("starts a run", ("cli", "convert", "launch", "server", "adapters", "hvd")),
+    ("starts a run", ("cli", "convert", "launch", "server", "adapters", "hvd", "tune")),
     ("keeps it running", ("supervisor", "guards", "wire")),
     ("checks and measures", ("verify", "measure", "chaos")),
 )

@@ -22,6 +22,7 @@ _MODULES = {
     "from_hf": "weft.pretrained.reader",
     "Accelerator": "weft.adapters.accelerator",
     "initialize": "weft.adapters.deepspeed_engine",
+    "WeftTrainer": "weft.adapters.hf_trainer",
 }
 
 __all__ = [*_MODULES]

@@ -143,7 +143,7 @@ def test_the_command_writes_a_job_that_loads(tmp_path: Path, in_process: Callabl
     assert [m for m in report["missing"] if m.startswith("model")] == []
     assert load_job(str(out)).train.steps == 2000
     text = in_process(tmp_path, "convert", str(CONFIGS / "llama3_full_sft.yaml"))
-    assert "finetuning_type = full" in text.out and "missing: train.steps" in text.out and "--nproc" in text.out
+    assert "finetuning_type = full" in text.out and "train.epochs: 3" in text.out and "--nproc" in text.out
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import weft.hvd as hvd
 from weft.adapters.accelerator import Accelerator
 from weft.adapters.deepspeed_engine import initialize
-from weft.job.schema import Job, Parallel
+from weft.adapters.lightning_loop import fit
+from weft.job.schema import Job, Optim, Parallel
 
 STEPS = 4
 
@@ -163,3 +165,77 @@ def elastic_values(folder: str, restarted: bool) -> dict[str, Any]:
     out = {"loaded": loaded, "epoch": state.epoch, "weights": [p.detach().clone() for p in model.parameters()]}
     hvd.shutdown()
     return {**out, "momentum": momentum}
+
+
+class LitModule(nn.Module):
+    """What weft.lightning.fit needs of a LightningModule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+        self.hooks: list[str] = []
+        self.log: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        return out
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("train_loss", loss, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val_loss", functional.cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
+
+    def on_train_start(self) -> None:
+        self.hooks.append("start")
+
+
+class LitData:
+    """What weft.lightning.fit needs of a LightningDataModule."""
+
+    def prepare_data(self) -> None: ...
+
+    def setup(self, stage: str) -> None: ...
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(data(), batch_size=8 // int(os.environ.get("WORLD_SIZE", "1")))
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(data(), batch_size=4)
+
+
+class Recorder:
+    """A callback of your own."""
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.hooks.append(f"epoch {trainer.current_epoch}")
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        module.hooks.append("end")
+
+
+class ModelCheckpoint:
+    dirpath = None
+
+
+def fit_job(parallel: dict[str, Any], folder: str) -> Job:
+    layout: Any = Parallel(**parallel) if parallel else "auto"
+    return Job(name="fit", runs_dir=folder, precision="fp32", optim=Optim(clip=0.5), parallel=layout)
+
+
+def lightning_values(parallel: dict[str, Any], folder: str, resume: bool = False) -> dict[str, Any]:
+    module = LitModule()
+    saved = f"{folder}/fit/checkpoints" if resume else None
+    loops = fit(
+        module, LitData(), fit_job(parallel, folder), callbacks=[Recorder(), ModelCheckpoint()],
+        max_epochs=3 if resume else 2, ckpt_path=saved,
+    )  # fmt: skip
+    values = {"losses": loops.losses, "val_loss": float(loops.callback_metrics["val_loss"]), "hooks": module.hooks}
+    loops.accelerator.end_training()
+    return {**values, "step": loops.global_step}

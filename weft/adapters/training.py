@@ -59,7 +59,7 @@ class SpreadTraining:
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, precision: str = "fp32", seed: int = 0):
         self.plan, self.mesh, self.precision = plan, mesh, precision
-        self.names = {id(param): name for name, param in model.named_parameters(remove_duplicate=False)}
+        self.names = {id(param): name for name, param in model.named_parameters()}
         self._old = list(model.parameters())  # ids stay theirs
         spread_model = parallelize(model, mesh, plan, seed)
         assert isinstance(spread_model, SpreadModel)

@@ -12,7 +12,20 @@ from typing import Annotated, Any
 
 import typer
 
-from weft.cli import analysis, bench, convert, data, launching, machine, planning, queue, results, train, watching
+from weft.cli import (
+    analysis,
+    bench,
+    convert,
+    data,
+    launching,
+    machine,
+    planning,
+    queue,
+    results,
+    train,
+    tune,
+    watching,
+)  # fmt: skip
 from weft.cli.common import print_json, print_stderr
 
 app = typer.Typer(
@@ -23,9 +36,9 @@ app = typer.Typer(
 
 COMMANDS: tuple[Callable[..., None], ...] = (
     train.train, launching.launch, launching.runs, launching.attach, launching.logs, launching.stop, planning.plan,
-    planning.estimate, train.prove, train.chaos, planning.dryrun, planning.calibrate, convert.convert, results.generate,
-    results.import_, results.export, results.report, watching.dash, analysis.diagnose, analysis.trace, machine.doctor,
-    machine.schema, machine.recipes, machine.lesson,
+    planning.estimate, train.prove, train.chaos, planning.dryrun, planning.calibrate, tune.tune, convert.convert,
+    results.generate, results.import_, results.export, results.report, watching.dash, analysis.diagnose, analysis.trace,
+    machine.doctor, machine.schema, machine.recipes, machine.lesson,
 )  # fmt: skip
 """The commands, in the order of --help."""
 

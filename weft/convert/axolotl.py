@@ -26,7 +26,7 @@ from weft.convert.settings import (
 DATA = absent("build a token store by weft data build and set data.source to its folder")
 LORA = absent("adapters have rank, alpha, dropout and targets (model.lora)")
 KERNELS = unneeded("Weft has fused kernels of its own")
-PER_EPOCH = absent("Weft has no epochs; set train.eval_every and checkpoint.every")
+PER_EPOCH = absent("evaluations and checkpoints count steps; set train.eval_every and checkpoint.every")
 
 
 def _bf16(value: Any, settings: Settings) -> Result:
@@ -181,6 +181,5 @@ AXOLOTL = SourceFormat(
     missing={
         "model": "no base_model; add model=hf:PATH",
         "data.source": "add data.source=FOLDER, a token store made by weft data build",
-        "train.steps": "epochs depend on the size of the data; add train.steps=…",
     },
 )  # fmt: skip

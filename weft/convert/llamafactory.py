@@ -121,6 +121,5 @@ LLAMAFACTORY = SourceFormat(
     missing={
         "model": "no model_name_or_path; add model=hf:PATH",
         "data.source": "add data.source=FOLDER, a token store made by weft data build",
-        "train.steps": "epochs depend on the size of the data; add train.steps=…",
     },
 )  # fmt: skip

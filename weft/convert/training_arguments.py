@@ -70,13 +70,12 @@ def steps_of(value: Any, settings: Settings) -> Result:
 
 
 def epochs(key: str) -> Rule:
-    """Epochs, which become steps only with the size of the data."""
+    """Epochs, where no number of steps is given."""
 
     def rule(value: Any, settings: Settings) -> Result:
         if settings.number(key, default=0) > 0:
             return Result(note=f"{key} decides", status="not needed")
-        return Result(note="Weft counts steps: train.steps = epochs × samples / train.global_batch",
-                      status="no counterpart")  # fmt: skip
+        return to("train.epochs")(value, settings)
 
     return rule
 
@@ -103,7 +102,7 @@ def interval(job_field: str, strategy: str) -> Rule:
 
 def _strategy(job_field: str, what: str) -> Rule:
     return choice({"steps": {}, "no": {job_field: 0}, "false": {job_field: 0}, "none": {job_field: 0},
-                   "epoch": f"Weft has no epochs; set {job_field}, {what}"})  # fmt: skip
+                   "epoch": f"counted in steps; set {job_field}, {what}"})  # fmt: skip
 
 
 def _beta(position: int) -> Rule:
@@ -235,7 +234,7 @@ TABLE: dict[str, Rule] = {
     "greater_is_better": absent("checkpoint.keep keeps the newest"),
     "load_best_model_at_end": absent("checkpoint.keep keeps the newest"),
     "logging_strategy": choice(
-        {"steps": {}, "no": "watch.every lines are always printed", "epoch": "Weft has no epochs; set watch.every"}
+        {"steps": {}, "no": "watch.every lines are always printed", "epoch": "counted in steps; set watch.every"}
     ),
     "logging_dir": unneeded("files are in runs/NAME"),
     "logging_first_step": unneeded("the first step is always logged"),

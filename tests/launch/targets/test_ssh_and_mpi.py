@@ -36,7 +36,7 @@ def folder(tmp_path: Path, ssh_hosts: SshHosts) -> Path:
 def check_losses(folder: Path, name: str, pool: RankPool) -> None:
     job = parity.make_job(train={**parity.BASE["train"], "steps": STEPS, "eval_every": 0})
     local = parity.run(pool, job, "1", STEPS).result.trace.losses
-    assert losses(run_of(folder, name)) == {i + 1: [pytest.approx(loss, rel=1e-5)] for i, loss in enumerate(local)}
+    assert losses(run_of(folder, name)) == {i + 1: [pytest.approx(loss, rel=1e-4)] for i, loss in enumerate(local)}
     assert json.loads(run_of(folder, name).plan.read_text())["world"] == 4
 
 

@@ -1,0 +1,1 @@
+"""`weft tune`: settings of a job found by trials, for a low loss or for speed."""

@@ -1,0 +1,157 @@
+"""Trials as runs: each is a folder runs/NAME-tune/trial-N, which continues from its checkpoint when it is promoted."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.job.errors import Exit, JobError, WeftError
+from weft.job.load import load_job
+from weft.job.run_folder import RunDir
+from weft.job.schema import Job
+from weft.launch.run_files import RunFiles
+from weft.launch.train import prepare
+from weft.planner.advice.pinned_job import write_job
+from weft.supervisor.local_ranks import launch
+from weft.supervisor.run_lock import run_lock
+from weft.tune.search_space import SAMPLERS, Dimension, parse_space
+from weft.tune.successive_halving import Trial, rungs, successive_halving
+from weft.tune.trial_plot import draw_trials
+from weft.watch.journal import read_jsonl
+
+SMOOTHED = 5
+"""Training losses that are averaged where a run has no validation."""
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """The arguments of `weft tune`."""
+
+    over: str
+    trials: int = 9
+    factor: int = 3
+    sampler: str = "even"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The result of a search."""
+
+    trials: list[Trial]
+    folder: Path
+    job: Job
+    """The job with the values of the best trial."""
+    grid_steps: int
+    """Steps that as many trials of full length would have taken."""
+
+    @property
+    def steps(self) -> int:
+        return sum(trial.steps for trial in self.trials)
+
+    def to_json(self) -> dict[str, Any]:
+        best = self.trials[0]
+        return {"best": best.to_json(), "trials": [t.to_json() for t in self.trials], "steps": self.steps,
+                "full_steps": self.grid_steps, "folder": str(self.folder), "job": str(self.folder / "best.yaml"),
+                "plot": str(self.folder / "trials.svg")}  # fmt: skip
+
+    def table(self) -> list[str]:
+        """The trials, the best first."""
+        keys = list(self.trials[0].values)
+        rows = [["trial", *keys, "steps", "loss"]]
+        for t in self.trials:
+            rows.append([str(t.number), *(str(t.values[k]) for k in keys), str(t.steps), f"{t.loss:.4f}"])
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
+        best = " ".join(f"{key}={value}" for key, value in self.trials[0].values.items())
+        return [*lines, f"best: {best}; {self.steps} steps instead of {self.grid_steps}"]
+
+
+def tune(
+    name: str, overrides: Sequence[str], nproc: int | None, options: TuneOptions, report: Callable[[str], None]
+) -> Tuned:
+    """Search the values of --over with the lowest loss. A search that is started again continues its trials."""
+    space = parse_space(options.over)
+    if options.sampler not in SAMPLERS:
+        raise JobError(f"--sampler {options.sampler!r} is not known; use {' or '.join(SAMPLERS)}")
+    job = load_job(name, overrides)
+    _check(name, overrides, space)
+    folder = Path(job.runs_dir) / f"{job.name}-tune"
+    sampler = SAMPLERS[options.sampler](space, options.seed)
+    steps = job.train.steps
+    plan = ", ".join(f"{n} × {until} steps" for until, n in rungs(steps, options.trials, options.factor))
+    report(f"{options.trials} trials: {plan}")
+
+    def run(trial: Trial, until: int) -> float:
+        return run_trial(name, overrides, trial, until, nproc, folder, report)
+
+    trials = successive_halving(sampler, steps, options.trials, options.factor, run, report)
+    if not math.isfinite(trials[0].loss):
+        raise JobError(f"no trial reached a finite loss; narrow the range of --over {options.over}")
+    best = load_job(name, [*overrides, *_settings(trials[0].values)])
+    found = Tuned(trials, folder, best, steps * options.trials)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "trials.json").write_text(json.dumps(found.to_json(), indent=2), encoding="utf-8")
+    (folder / "trials.svg").write_text(draw_trials(trials, space), encoding="utf-8")
+    write_job(best, folder / "best.yaml")
+    return found
+
+
+def _check(name: str, overrides: Sequence[str], space: tuple[Dimension, ...]) -> None:
+    """Refuse fields and values that a job cannot have, before the first trial."""
+    for dimension in space:
+        for value in dimension.values or (dimension.at(0.0), dimension.at(1.0)):
+            load_job(name, [*overrides, *_settings({dimension.key: value})])
+
+
+def _settings(values: dict[str, Any]) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def run_trial(
+    name: str, overrides: Sequence[str], trial: Trial, until: int, nproc: int | None, folder: Path,
+    report: Callable[[str], None],
+) -> float:  # fmt: skip
+    """Train a trial up to a step, from its checkpoint if there is one. Returns its loss; infinite if it diverged."""
+    job = load_job(name, [*overrides, *_settings(trial.values)])
+    changes = {"name": f"trial-{trial.number}", "runs_dir": str(folder)}
+    job, plan = prepare(job.model_copy(update=changes), nproc)
+    run = RunDir(folder / job.name)
+    if (done := loss_at(run, until)) is not None:
+        return done
+    with run_lock(run) as lock:
+        files = RunFiles(run, lock.created)
+        files.write(job, plan)
+        code = abs(launch(run, plan.world, lock, _quiet, worker=("weft.tune.rung", str(until))))
+    if code == Exit.DIVERGED:
+        return math.inf
+    if code != Exit.DONE:
+        raise _failed(code, run)
+    loss = loss_at(run, until)
+    return math.inf if loss is None else loss
+
+
+def _quiet(text: str) -> None:
+    """Lines of a trial's ranks are in its logs."""
+
+
+def _failed(code: int, run: RunDir) -> WeftError:
+    error = WeftError(f"a trial ended with exit code {code}; see {run.logs}")
+    error.exit_code = Exit(code) if code in set(Exit) else Exit.DIFFERS
+    return error
+
+
+def loss_at(run: RunDir, step: int) -> float | None:
+    """Validation loss at a step, or the mean of the last training losses; None if the run is not so far."""
+    records = {r["step"]: r for r in read_jsonl(run.metrics)} if run.metrics.exists() else {}
+    if step not in records:
+        return None
+    if (validated := records[step].get("val_loss")) is not None:
+        return float(validated)
+    last = [records[s]["loss"] for s in range(max(1, step - SMOOTHED + 1), step + 1) if s in records]
+    usable = [value for value in last if value is not None]
+    return sum(usable) / len(usable) if usable else math.inf
