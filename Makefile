@@ -15,8 +15,11 @@ train: $(READY)
 	@echo
 	$(BIN)/weft generate demo --prompt "The " --tokens 400
 
+# One worker more than cores: many tests wait for processes.
+WORKERS = $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1, 8))')
+
 test: $(READY) system
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # Needs an NVIDIA GPU; without one it says so and exits 4.
 test-gpu: $(READY)
