@@ -102,7 +102,8 @@ def kind(annotation: Any) -> str:
     if origin is typing.Literal:
         return ", ".join(f"`{value}`" for value in inner)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(kind(a) for a in inner if a is not type(None))
+        # typing caches unions of equal members, whatever their order
+        return " or ".join(sorted((kind(a) for a in inner if a is not type(None)), key=lambda text: "`" in text))
     if origin is tuple and inner[1] is ...:
         return f"list of {kind(inner[0])}"
     if origin is tuple:

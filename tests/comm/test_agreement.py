@@ -59,6 +59,8 @@ def test_no_object_collectives_in_weft() -> None:
     for file in sorted(Path(weft.__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+            if file.parent.name == "hvd" and isinstance(node, ast.Name):
+                continue  # Horovod's functions of these names, over JSON
             if re.fullmatch(r"(all_gather|broadcast|gather|scatter|send|recv)_object(_list)?", name):
                 found.append(f"{file.name}:{node.lineno} {name}")  # type: ignore[attr-defined]
     assert not found

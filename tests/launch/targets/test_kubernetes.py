@@ -262,7 +262,10 @@ def test_a_wrong_job_is_not_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         process.terminate()
-        assert process.wait(DEADLINE_S) == pod.RETRYABLE
+        try:
+            assert process.wait(DEADLINE_S) == pod.RETRYABLE
+        finally:
+            process.kill()
 
 
 def test_variables_of_pods() -> None:

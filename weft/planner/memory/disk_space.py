@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from pathlib import Path
@@ -28,8 +29,9 @@ def existing_parent(folder: str | Path) -> Path:
 
 
 def free_gib(folder: str | Path) -> float:
-    """Free space where a folder is, or will be made."""
-    return shutil.disk_usage(existing_parent(folder)).free / GIB
+    """Free space where a folder is, or will be made; infinite where the file system has no size, such as /proc."""
+    usage = shutil.disk_usage(existing_parent(folder))
+    return usage.free / GIB if usage.total else math.inf
 
 
 def checkpoint_gib(job: Job) -> float | None:

@@ -22,8 +22,10 @@ FATAL = (int(Exit.JOB), int(Exit.FIT), int(Exit.DIVERGED))
 RETRYABLE = 143
 """Kubeflow's PyTorchJob retries exit codes from 128 on."""
 MAP_EXIT_CODES = f"""\
-trap 'kill -TERM $pid' TERM
+pid= early=
+trap 'if [ "$pid" ]; then kill -TERM $pid; else early=1; fi' TERM
 "$@" & pid=$!
+if [ "$early" ]; then kill -TERM $pid; fi
 wait $pid; code=$?
 while kill -0 $pid 2>/dev/null; do wait $pid; code=$?; done
 case $code in 0|{"|".join(map(str, FATAL))}) exit $code;; *) exit {RETRYABLE};; esac
