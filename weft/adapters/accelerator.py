@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from weft.adapters.layout import join_ranks, precision_of
+from weft.adapters.prepared import PreparedOptimizer, PreparedScheduler
 from weft.adapters.rank_loader import RankLoader
 from weft.adapters.training import SpreadTraining, plain_values
 from weft.hardware.rank_environment import rank_info
@@ -37,80 +38,6 @@ NOT_SUPPORTED = {
     "dispatch_batches": "every rank reads its own batches",
 }
 """Arguments of Accelerate's Accelerator that are refused, and what to use instead."""
-
-
-class PreparedOptimizer(Optimizer):
-    """An optimizer that takes a step where gradients were summed, and none while they are accumulated."""
-
-    def __init__(self, optimizer: Optimizer, accelerator: Accelerator):
-        self.optimizer, self.accelerator, self.step_was_skipped = optimizer, accelerator, False
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.optimizer.state
-
-    @property
-    def param_groups(self) -> Any:  # type: ignore[override]
-        return self.optimizer.param_groups
-
-    @property
-    def defaults(self) -> Any:  # type: ignore[override]
-        return self.optimizer.defaults
-
-    def add_param_group(self, param_group: Any) -> None:
-        raise JobError("a prepared optimizer takes no more parameters; add the group before prepare")
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state_dict)
-
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        if closure is not None:
-            raise JobError("a prepared optimizer takes no closure; call backward before step")
-        if self.accelerator.sync_gradients:
-            training = self.accelerator.training
-            assert training is not None
-            self.step_was_skipped = not training.step(self.optimizer.step)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        if self.accelerator.sync_gradients and self.accelerator.training is not None:
-            self.accelerator.training.zero_grad()
-
-    def train(self) -> None:
-        """Nothing to change."""
-
-    def eval(self) -> None:
-        """Nothing to change."""
-
-    def __repr__(self) -> str:
-        return f"PreparedOptimizer({self.optimizer!r})"
-
-
-class PreparedScheduler:
-    """A schedule that moves with the optimizer's steps. As in Accelerate, one call is a step for each data-parallel
-    rank, unless split_batches is set: a schedule counts the batches of one process."""
-
-    def __init__(self, scheduler: Any, accelerator: Accelerator):
-        self.scheduler, self.accelerator = scheduler, accelerator
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        accelerator = self.accelerator
-        if not accelerator.step_scheduler_with_optimizer:
-            self.scheduler.step(*args, **kwargs)
-            return
-        if not accelerator.sync_gradients or any(o.step_was_skipped for o in accelerator.optimizers):
-            return
-        for _ in range(1 if accelerator.split_batches else accelerator.num_processes):
-            if getattr(self.scheduler, "total_steps", 0) and self.scheduler._step_count > self.scheduler.total_steps:
-                return
-            self.scheduler.step(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":
-            raise AttributeError(name)
-        return getattr(self.scheduler, name)
 
 
 class Accelerator:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from weft.adapters.optimizer_wrapper import OptimizerWrapper
 from weft.comm.background import BackgroundWorker
 from weft.hvd.operations import Average, HvdCompression, Sum, joined, size
 from weft.job.compression import parse_compression
@@ -39,7 +40,7 @@ def _named(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] 
     return {names.get(id(p), f"parameter{i}"): p for i, p in enumerate(params) if p.requires_grad}
 
 
-class DistributedOptimizer(Optimizer):
+class DistributedOptimizer(OptimizerWrapper):
     """An optimizer whose step waits for the gradients of all ranks.
 
     `compression` is hvd.Compression.none, fp16, bf16, int8 or any comm.compression of a job, such as "powersgd:4".
@@ -60,7 +61,8 @@ class DistributedOptimizer(Optimizer):
             setting = str(parse_compression(str(compression)))
         except ValueError as error:
             raise JobError(f"compression={compression!r} {error}") from None
-        self.optimizer, self.passes, self.op = optimizer, backward_passes_per_step, op
+        super().__init__(optimizer)
+        self.passes, self.op = backward_passes_per_step, op
         self._counts: dict[str, int] = {}
         self._synchronized, self._skip = False, False
         self.replicas = self._replicas(_named(optimizer, named_parameters), setting)
@@ -90,24 +92,6 @@ class DistributedOptimizer(Optimizer):
             self.replicas.last = self._counts[name] == self.passes
 
         return gradient_ready
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.optimizer.state
-
-    @property
-    def param_groups(self) -> Any:  # type: ignore[override]
-        return self.optimizer.param_groups
-
-    @property
-    def defaults(self) -> Any:  # type: ignore[override]
-        return self.optimizer.defaults
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state_dict)
 
     def synchronize(self) -> None:
         """Complete the gradients: afterwards they are the means (or sums) over all ranks."""

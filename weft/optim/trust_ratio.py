@@ -5,6 +5,7 @@ Only two sums of squares are communicated for each matrix. Vectors (biases and n
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,7 +21,7 @@ from weft.optim.replicas import sum_over_shards
 Group = dict[str, Any]
 
 
-class TrustRatioOptimizer(torch.optim.Optimizer):
+class TrustRatioOptimizer(torch.optim.Optimizer, ABC):
     """An optimizer that scales the update of each matrix by a ratio of norms of the whole matrix."""
 
     found_inf: Tensor | None = None
@@ -45,16 +46,17 @@ class TrustRatioOptimizer(torch.optim.Optimizer):
     def _update_moments(self, param: Tensor, group: Group) -> None:
         """Update what does not depend on the ratio."""
 
+    @abstractmethod
     def _measured(self, param: Tensor, group: Group) -> Tensor:
         """This rank's shard of the tensor whose norm the ratio depends on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _ratio(self, weight: Tensor, measured: Tensor, group: Group) -> Tensor:
         """The trust ratio of the norms of a weight and of what was measured."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _apply(self, param: Tensor, ratio: float | Tensor, group: Group) -> None:
-        raise NotImplementedError
+        """Update a weight."""
 
     def _grad(self, param: Tensor) -> Tensor:
         """This rank's shard of the gradient."""
