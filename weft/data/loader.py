@@ -20,6 +20,7 @@ from weft.data.dataset import Dataset, Sample
 from weft.data.epochs import epoch_len
 from weft.data.order import indices_of
 from weft.data.sampler import Ints
+from weft.data.tasks.task_records import Padding
 from weft.job.errors import JobError
 from weft.job.train import BatchRamp
 
@@ -191,7 +192,7 @@ def read_samples(dataset: Dataset, ids: Ints, indices: Ints, parts: list[slice],
         samples = [read(int(i), int(k) // in_epoch) for k, i in zip(ids, indices, strict=True)]
     else:
         samples = [read(int(i)) for i in indices]
-    return [_stack(samples[part], ids[part]) for part in parts]
+    return [_stack(samples[part], ids[part], padding_of(dataset)) for part in parts]
 
 
 def _read_shares(
@@ -230,14 +231,20 @@ def val_batches(
         filler = _void(dataset.val(length - 1)) if ids[-1] >= length else {}
         samples = [dataset.val(int(i)) if i < length else filler for i in ids]
         ids = np.where(ids < length, ids, -1)
-        yield [_stack(samples[part], ids[part]) for part in shares.slices(dp_rank)]
+        yield [_stack(samples[part], ids[part], padding_of(dataset)) for part in shares.slices(dp_rank)]
 
 
 def _void(sample: Sample) -> Sample:
     return {**sample, "valid": np.zeros_like(sample["valid"])}
 
 
-def _stack(samples: Sequence[Sample], ids: Ints) -> Batch:
+def padding_of(dataset: Dataset) -> Padding | None:
+    """How the samples of a dataset are padded, if they have different lengths."""
+    found: Padding | None = getattr(dataset, "padding", None)
+    return found
+
+
+def _stack(samples: Sequence[Sample], ids: Ints, padding: Padding | None = None) -> Batch:
     """One microbatch: each array of the samples with a batch dim in front, and the samples' numbers."""
     batch: Batch = {"ids": torch.from_numpy(ids.copy())}
     keys = samples[0].keys()
@@ -246,6 +253,7 @@ def _stack(samples: Sequence[Sample], ids: Ints) -> Batch:
             raise JobError(f"samples {ids[0]} and {i} of a batch differ: {sorted(keys)} and {sorted(sample)}")
     for key in keys:
         arrays = [np.asarray(sample[key]) for sample in samples]
+        arrays = arrays if padding is None else padding.pad(key, arrays)
         for i, array in zip(ids, arrays, strict=True):
             if array.shape != arrays[0].shape:
                 raise JobError(
