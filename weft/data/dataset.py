@@ -68,7 +68,9 @@ def _open_mixture(job: Job, order: SampleOrder) -> Dataset:
     data = job.data
     opened = [_open_source(job, each.source, each.format or data.format) for each in data.mixture]
     if any(getattr(dataset, "padding", None) for dataset in opened):
-        raise JobError(f"data.mixture mixes texts of one length, and data.format={data.format} has others; leave it out")
+        raise JobError(
+            f"data.mixture mixes texts of one length, and data.format={data.format} has others; leave it out"
+        )
     if any(getattr(dataset, "takes_epoch", False) for dataset in opened):
         raise JobError("data.mixture mixes text and conversations, and one of its sources holds images; leave it out")
     keys = [set(dataset.train(0)) for dataset in opened]
@@ -96,9 +98,10 @@ def _open_source(job: Job, source: str, format: str | None) -> Dataset:
     if format == "labels":
         return open_labeled_texts(own, source)
     if job.model.is_encoder and (job.model.classes or format in ("chat", "instruction")):
+        kind, form = ("texts with labels", "labels") if job.model.classes else ("texts", "text")
         raise JobError(
-            f"model.family={job.model.family} reads texts{' with labels' if job.model.classes else ''}, and data.source "
-            f"{source} has none; write data.format={'labels' if job.model.classes else 'text'} and the path of its files"
+            f"model.family={job.model.family} reads {kind}, and data.source {source} has none; write "
+            f"data.format={form} and the path of its files"
         )
     if source not in _NAMES and not (format and not is_store(Path(source))):
         _check_store_path(source)

@@ -110,9 +110,7 @@ class Head(nn.Module):
         x = self.pooled(x, info)
         if targets is None:
             return F.linear(x, self.weight, self.bias)
-        return linear_cross_entropy(
-            x, self.weight, targets, valid, smoothing, products=self.products, bias=self.bias
-        )
+        return linear_cross_entropy(x, self.weight, targets, valid, smoothing, products=self.products, bias=self.bias)
 
 
 class Transformer(nn.Module):

@@ -15,6 +15,7 @@ from weft.pretrained.config_fields import (
     Windows,
     Without,
 )
+from weft.pretrained.encoder_families import ENCODER_FAMILIES
 from weft.pretrained.family_parts import (
     ATTENTION,
     BOTH_NORMS,
@@ -79,6 +80,7 @@ _DEEPSEEK_TRAINING = (
 )
 
 for entry in (
+    *ENCODER_FAMILIES,
     PretrainedFamily(
         "llama", "Llama 2 and 3", "LlamaForCausalLM", "llama",
         (*llama_like(), HeadWidth(), _UNTIED, Rope(), Flags(("qkv_bias", "out_bias"), "attention_bias"),

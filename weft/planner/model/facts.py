@@ -171,9 +171,7 @@ class ModelFacts:
         """Training FLOPs a token, forward and backward; by default causal attention is counted once."""
         seen = np.where(np.asarray(self.causal) > 0, 0.5, 1.0) if causal_once else 1.0
         attention = 6.0 * self.heads * (2 * self.head_dim + self.rope_dim) * self.seq_len * seen
-        return (
-            6.0 * (self.layers * self.active_block + self.head_weights * self.head_share) + self.layers * attention
-        )
+        return 6.0 * (self.layers * self.active_block + self.head_weights * self.head_share) + self.layers * attention
 
     @property
     def head_weights(self) -> Size:
