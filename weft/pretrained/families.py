@@ -80,7 +80,6 @@ _DEEPSEEK_TRAINING = (
 )
 
 for entry in (
-    *ENCODER_FAMILIES,
     PretrainedFamily(
         "llama", "Llama 2 and 3", "LlamaForCausalLM", "llama",
         (*llama_like(), HeadWidth(), _UNTIED, Rope(), Flags(("qkv_bias", "out_bias"), "attention_bias"),
@@ -178,5 +177,6 @@ for entry in (
          *_DEEPSEEK_TRAINING),
         DEEPSEEK, ignored=("*.rotary_emb.inv_freq", "model.layers.{layers}.*"),  # the last predicts a further token
     ),
+    *ENCODER_FAMILIES,
 ):  # fmt: skip
     PRETRAINED.register(entry)
