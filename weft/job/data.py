@@ -100,6 +100,9 @@ class Data(Section):
     """Read images from data.source, as this section says."""
     prefetch: int = Field(2, ge=0, le=1000)
     """Batches to read ahead in the background."""
+    workers: int | Literal["auto"] = Field("auto", ge=0, le=1024)
+    """Processes of a rank that read samples, for decoding and augmentation; 0 reads in the background thread. auto uses
+    the cores of a GPU rank for images."""
     record_ids: bool = False
     """Log the samples that each rank reads at each step to samples/rank-*.jsonl."""
 
