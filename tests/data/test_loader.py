@@ -248,6 +248,5 @@ def test_a_worker_that_is_killed_is_named():
         (process,) = loader._workers._processes
         process.kill()
         process.join()
-        with pytest.raises(RuntimeError, match="process of data.workers ended with exit code -9"):
-            for _ in range(6):
-                next(loader)
+        with pytest.raises(RuntimeError, match=r"process of data.workers ended with exit code -9"):
+            take(loader, 6)

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +30,7 @@ PARENT_CHECK_S = 2.0
 Arrays = dict[str, np.ndarray]
 
 
-class Chunk(NamedTuple):
+class SampleChunk(NamedTuple):
     """Samples of one microbatch that one worker reads."""
 
     part: int
@@ -95,27 +96,34 @@ class SampleWorkers:
                     held[key][chunk.start : chunk.start + len(array)] = torch.from_numpy(array)
         return out if regular else None
 
-    def _chunks(self, chunks: list[Chunk], in_epoch: int) -> Iterator[tuple[Chunk, Arrays | None]]:
+    def _chunks(self, chunks: list[SampleChunk], in_epoch: int) -> Iterator[tuple[SampleChunk, Arrays | None]]:
         """Each chunk with its arrays, in the order in which they are read; None where samples differ in shape."""
         todo, under_way = deque(chunks), 0
         free = deque((worker, slot) for slot in range(2) for worker in range(len(self._pipes)))
         while todo or under_way:
             while todo and free:
                 worker, slot = free.popleft()
-                self._pipes[worker].send((slot, todo.popleft(), in_epoch))
+                with self._check_alive(worker):
+                    self._pipes[worker].send((slot, todo.popleft(), in_epoch))
                 under_way += 1
             for pipe in connections.wait(self._pipes):
                 worker = self._pipes.index(pipe)  # type: ignore[arg-type]
-                try:
+                with self._check_alive(worker):
                     chunk, slot, result = self._pipes[worker].recv()
-                except (EOFError, ConnectionResetError):
-                    code = self._processes[worker].exitcode
-                    raise RuntimeError(f"a process of data.workers ended with exit code {code}") from None
                 if isinstance(result, BaseException):
                     raise result
                 yield chunk, self._arrays(worker, slot, result)
                 free.append((worker, slot))
                 under_way -= 1
+
+    @contextmanager
+    def _check_alive(self, worker: int) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, ConnectionResetError, BrokenPipeError):
+            process = self._processes[worker]
+            process.join(PARENT_CHECK_S)
+            raise RuntimeError(f"a process of data.workers ended with exit code {process.exitcode}") from None
 
     def _arrays(self, worker: int, slot: int, result: Any) -> Arrays | None:
         if not isinstance(result, list):
@@ -136,9 +144,9 @@ class SampleWorkers:
         self._processes, self._pipes = [], []
 
 
-def _cut(ids: Ints, indices: Ints, parts: list[slice]) -> list[Chunk]:
+def _cut(ids: Ints, indices: Ints, parts: list[slice]) -> list[SampleChunk]:
     return [
-        Chunk(number, start - part.start, ids[start:end], indices[start:end])
+        SampleChunk(number, start - part.start, ids[start:end], indices[start:end])
         for number, part in enumerate(parts)
         for start in range(part.start, part.stop, CHUNK_SAMPLES)
         for end in [min(start + CHUNK_SAMPLES, part.stop)]
@@ -172,7 +180,7 @@ def _work(
             pipe.send((chunk, slot, RuntimeError(f"{type(result).__name__}: {result}")))
 
 
-def _stacked(dataset: Dataset, chunk: Chunk, in_epoch: int) -> Arrays | None:
+def _stacked(dataset: Dataset, chunk: SampleChunk, in_epoch: int) -> Arrays | None:
     samples = [
         {key: np.asarray(v) for key, v in read_sample(dataset, int(k), int(i), in_epoch).items()}
         for k, i in zip(chunk.ids, chunk.indices, strict=True)
