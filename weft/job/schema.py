@@ -9,11 +9,10 @@ from pydantic import Field, field_validator
 from weft.job.cluster import Cluster, DeviceGroup, Failures, TopologyLevel
 from weft.job.comm import Comm
 from weft.job.data import Data
-from weft.job.experts import Experts
 from weft.job.fp8 import Fp8
 from weft.job.launch_settings import KubernetesOptions, MpiOptions, Queue, RayOptions, SlurmOptions, SshOptions
 from weft.job.memory import Memory
-from weft.job.model import Latent, Model, RopeScaling
+from weft.job.model import Experts, Latent, Model, RopeScaling
 from weft.job.optim import Optim
 from weft.job.parallel import Parallel
 from weft.job.registry import MODULE_NAME
