@@ -19,6 +19,7 @@ from weft.job.errors import JobError
 from weft.memory import HostOffload, recompute, recomputed_units, run_in_chunks
 from weft.mesh import Mesh, ranks_of_a_node
 from weft.models.init import initialise
+from weft.models.kernel_internals import allow_variants
 from weft.models.vision.batch_norm import connect_batch_norms
 from weft.parallel.context.attention import Context, split_context
 from weft.parallel.context.sequence_split import SequenceSplit
@@ -117,6 +118,8 @@ def spread_stage(
             if plan.compile:
                 compile_around(modules)
                 compile_parts(unit, ("forward",))
+        elif plan.compile:
+            compile_parts(unit, getattr(model, "compiled", ()))
         if sharded:
             _refuse_scalars(unit)
             shard_experts(modules, mesh, plan, dtype)
@@ -173,8 +176,13 @@ def compressor_of(
     )
 
 
+MAX_VARIANTS = 64
+"""Shapes and modes for which torch.compile makes code of its own, before it stops to compile a function."""
+
+
 def compile_parts(unit: nn.Module, parts: tuple[str, ...], backend: str = "inductor") -> None:
     """Compile these methods of a unit, without its hooks. Units of one class share the compiled code."""
+    allow_variants(MAX_VARIANTS)
     for part in parts:
         setattr(unit, part, torch.compile(getattr(unit, part), dynamic=False, backend=backend))
 

@@ -280,7 +280,9 @@ def _compile(job: Job, plan: Plan) -> bool:
     """By default on GPUs, for Weft's models and layouts without collectives inside a block."""
     if job.train.compile != "auto":
         return job.train.compile
-    return plan.device == "cuda" and not job.model.module and not job.model.is_stack and plan.tp == plan.cp == 1
+    if job.model.module and (not job.model.family or (job.model.batch_norm == "all" and plan.dp > 1)):
+        return False
+    return plan.device == "cuda" and not job.model.is_stack and plan.tp == plan.cp == 1
 
 
 def _choose_sequence_parallel(job: Job, plan: Plan, reasons: list[str]) -> Plan:
