@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from weft.job.lora import Lora
+from weft.job.model_parts.lora import Lora
+from weft.job.model_parts.tables import EmbeddingTable, TableOptim
 from weft.job.registry import NameIn, Registry, did_you_mean, listed
 from weft.job.section import Section
 
@@ -34,11 +35,14 @@ class Family:
 
     args: str | None = None
     """Of a module: `module:function` that takes the sections model and data and returns the constructor's arguments."""
+    has_tables: bool = False
+    """Whether it has embedding tables (model.tables)."""
 
     @property
     def needed(self) -> tuple[str, ...]:
         """Fields that a job or a shape must give."""
-        return {"stack": ("dim", "layers"), "module": ("layers",)}.get(self.structure, ("dim", "layers", "heads"))
+        needed = {"stack": ("dim", "layers"), "module": ("tables",) if self.has_tables else ("layers",)}
+        return needed.get(self.structure, ("dim", "layers", "heads"))
 
 
 FAMILIES: Registry[Family] = Registry("model.family", "weft.models.families")
@@ -215,8 +219,8 @@ class Model(Section):
     """Statistics of batch norms in training: over the samples of all replicas, as one process would compute them, or of
     each rank's own samples."""
     family: Annotated[str, NameIn(FAMILIES)] | None = None
-    """gpt2 and llama (decoder-only), vit (an encoder of image patches), resnet (convolutions), mlp (the deep MLP of the
-    lessons)."""
+    """gpt2 and llama (decoder-only), vit (an encoder of image patches), resnet (convolutions), dlrm and two_tower
+    (recommenders), mlp (the deep MLP of the lessons)."""
     dim: int | None = Field(None, ge=1, le=2**20)
     """Width of the residual stream."""
     layers: int | None = Field(None, ge=1, le=10_000)
@@ -294,6 +298,16 @@ class Model(Section):
     dropout: float | None = Field(None, ge=0, lt=1)
     """Dropout probability after the embedding, attention and feed-forward layers; the masks are the same in every
     layout."""
+    tables: tuple[EmbeddingTable, ...] = ()
+    """Embedding tables of a recommender (dlrm, two_tower)."""
+    table_optim: TableOptim = TableOptim()
+    """The optimizer of the tables."""
+    dense_features: int = Field(0, ge=0, le=65_536)
+    """Numbers in `dense` of a sample (dlrm, two_tower)."""
+    bottom: tuple[int, ...] = ()
+    """Widths of the hidden layers below the interaction (dlrm: of dense features; two_tower: of each tower)."""
+    top: tuple[int, ...] = ()
+    """Widths of the hidden layers above the interaction (dlrm)."""
     lora: Lora | None = None
     """Train low-rank adapters of the linear layers, and freeze the model's own weights."""
 
@@ -308,6 +322,16 @@ class Model(Section):
         if not value:
             raise ValueError("must name at least one loss")
         return check_loss(value) if isinstance(value, str) else value
+
+    @field_validator("tables")
+    @classmethod
+    def _distinct_tables(cls, value: tuple[EmbeddingTable, ...]) -> tuple[EmbeddingTable, ...]:
+        for names in ([t.name for t in value], [key for t in value for key in t.keys]):
+            if twice := [n for i, n in enumerate(names) if n in names[:i]]:
+                raise ValueError(f"must not name {twice[0]!r} twice")
+        if any(key == "dense" for t in value for key in t.keys):
+            raise ValueError("must not name a feature dense, which holds the dense features")
+        return value
 
     @property
     def patch_dim(self) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from weft.job.lora import Lora
 from weft.job.model import FAMILIES
+from weft.job.model_parts.lora import Lora
 from weft.job.schema import Latent, Model
 
 Shape = tuple[int, ...]
