@@ -247,6 +247,17 @@ def _void(sample: Sample) -> Sample:
     return {**sample, "valid": np.zeros_like(sample["valid"])}
 
 
+def padded_ids(key: str, arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """Integer inputs that differ in their last dim, such as the ids of a feature, filled up with -1."""
+    lengths = {a.shape[-1] if a.ndim else -1 for a in arrays}
+    if len(lengths) == 1 or -1 in lengths or not key.startswith("inputs/"):
+        return arrays
+    if not all(np.issubdtype(a.dtype, np.integer) for a in arrays):
+        return arrays
+    longest = max(lengths)
+    return [np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, longest - a.shape[-1])], constant_values=-1) for a in arrays]
+
+
 def _stack(samples: Sequence[Sample], ids: Ints) -> Batch:
     """One microbatch: each array of the samples with a batch dim in front, and the samples' numbers."""
     batch: Batch = {"ids": torch.from_numpy(ids.copy())}
@@ -255,7 +266,7 @@ def _stack(samples: Sequence[Sample], ids: Ints) -> Batch:
         if sample.keys() != keys:
             raise JobError(f"samples {ids[0]} and {i} of a batch differ: {sorted(keys)} and {sorted(sample)}")
     for key in keys:
-        arrays = [np.asarray(sample[key]) for sample in samples]
+        arrays = padded_ids(key, [np.asarray(sample[key]) for sample in samples])
         for i, array in zip(ids, arrays, strict=True):
             if array.shape != arrays[0].shape:
                 raise JobError(

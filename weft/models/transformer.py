@@ -103,6 +103,7 @@ class Transformer(nn.Module):
         "embed": "vocab",
         "positions": "scatter",
         "drop": "sequence",
+        "blocks.*.attn.sinks": "by_head",
         "blocks.*.attn.[qk]_norm": "heads",
         "blocks.*.attn.*_a_norm": "heads",
         "blocks.*.attn.*_a": "heads",

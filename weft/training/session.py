@@ -219,8 +219,8 @@ def open_session(
     snapshots = snapshots or Snapshots(
         Path(memory) if memory else None, mesh.rank, local_ranks, device=mesh.device, world=mesh.world
     )
-    if state.optimizers.no_snapshots:
-        snapshots.refused = state.optimizers.no_snapshots
+    if reason := state.no_snapshots:
+        snapshots.refused = reason
         log.info("%s", f"no snapshots in memory: {snapshots.refused}")
     stepper = Stepper(job, plan, mesh, state, meanwhile=snapshots.settle)
 

@@ -154,7 +154,7 @@ def compare(layout: str, world: int, reference: Trace, other: Trace, precision: 
 INFINITE, TINY = float("inf"), 1e-300
 
 MOMENTS: dict[str, Callable[[Tensor], Tensor]] = {
-    ".exp_avg": Tensor.clone, ".momentum_buffer": Tensor.clone, ".row_var": Tensor.sqrt,
+    ".exp_avg": Tensor.clone, ".momentum_buffer": Tensor.clone, ".row_var": Tensor.sqrt, ".row_sum": Tensor.sqrt,
 }  # fmt: skip
 """Optimizer state, by the end of its name, and how it becomes linear in the gradients."""
 
