@@ -27,7 +27,7 @@ from weft.pretrained.registry import PRETRAINED
 from weft.training.export import ExportOptions, export_run, newest
 
 TOKENS = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))
-MIXTURES = {"mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"}
+MIXTURES = {"mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"}
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -111,6 +111,9 @@ class Data(Section):
     """Read images from data.source, as this section says."""
     prefetch: int = Field(2, ge=0, le=1000)
     """Batches to read ahead in the background."""
+    workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
+    """Processes of a rank that read samples, for decoding and augmentation; 0 reads in the background thread. auto uses
+    the cores of a GPU rank for images."""
     record_ids: bool = False
     """Log the samples that each rank reads at each step to samples/rank-*.jsonl."""
 

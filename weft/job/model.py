@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from weft.job.lora import Lora
+from weft.job.model_parts.lora import Lora
+from weft.job.model_parts.tables import EmbeddingTable, TableOptim
 from weft.job.registry import NameIn, Registry, did_you_mean, listed
 from weft.job.section import Section
 
@@ -36,11 +37,14 @@ class Family:
 
     args: str | None = None
     """Of a module: `module:function` that takes the sections model and data and returns the constructor's arguments."""
+    has_tables: bool = False
+    """Whether it has embedding tables (model.tables)."""
 
     @property
     def needed(self) -> tuple[str, ...]:
         """Fields that a job or a shape must give."""
-        return {"stack": ("dim", "layers"), "module": ("layers",)}.get(self.structure, ("dim", "layers", "heads"))
+        needed = {"stack": ("dim", "layers"), "module": ("tables",) if self.has_tables else ("layers",)}
+        return needed.get(self.structure, ("dim", "layers", "heads"))
 
 
 FAMILIES: Registry[Family] = Registry("model.family", "weft.models.families")
@@ -94,7 +98,7 @@ class Latent(Section):
 
 
 class Experts(Section):
-    """Mixture of experts: feed-forward networks of which each token uses a few. Experts and router have no biases."""
+    """Mixture of experts: feed-forward networks of which each token uses a few."""
 
     count: int = Field(8, ge=1, le=65_536)
     """Routed experts in each block."""
@@ -110,6 +114,8 @@ class Experts(Section):
     """Multiply the output of the shared experts by the sigmoid of a learned score of the token."""
     first_dense: int = Field(0, ge=0, le=10_000)
     """Number of blocks at the start with a dense feed-forward layer of width model.ffn instead of experts."""
+    biases: bool = False
+    """Use biases in the routed experts and the router."""
     groups: int = Field(1, ge=1, le=65_536)
     """Groups of experts; a token is routed to experts of at most top_groups groups, which limits the nodes it is sent
     to."""
@@ -215,8 +221,8 @@ class Model(Section):
     """Statistics of batch norms in training: over the samples of all replicas, as one process would compute them, or of
     each rank's own samples."""
     family: Annotated[str, NameIn(FAMILIES)] | None = None
-    """gpt2 and llama (decoder-only), bert (encoder-only), vit (an encoder of image patches), resnet (convolutions), mlp
-    (the deep MLP of the lessons)."""
+    """gpt2 and llama (decoder-only), bert (encoder-only), vit (an encoder of image patches), resnet (convolutions),
+    dlrm and two_tower (recommenders), mlp (the deep MLP of the lessons)."""
     dim: int | None = Field(None, ge=1, le=2**20)
     """Width of the residual stream."""
     layers: int | None = Field(None, ge=1, le=10_000)
@@ -270,9 +276,14 @@ class Model(Section):
     """Scale of the attention scores. Default: 1 / √head_dim."""
     embedding_scale: float | None = Field(None, gt=0)
     """Factor on the token embedding. Default: 1."""
-    activation: Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu"] | None = None
+    activation: Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu", "swiglu_clamped"] | None = None
     """Activation of the feed-forward layer: gelu (tanh approximation), gelu_exact, relu, or a product of two linear
-    layers of which one goes through SiLU (swiglu) or GELU (geglu)."""
+    layers of which one goes through SiLU (swiglu) or GELU (geglu). swiglu_clamped limits both and adds 1 to the
+    other."""
+    swiglu_limit: float | None = Field(None, gt=0)
+    """Largest value of the gate, and of the size of the other layer's values (swiglu_clamped). Default: 7."""
+    swiglu_alpha: float | None = Field(None, gt=0)
+    """Factor on the gate inside the sigmoid (swiglu_clamped). Default: 1.702."""
     parallel_residual: bool | None = None
     """Compute attention and feed-forward from the same input, and add both to it."""
     tied: bool | None = None
@@ -287,6 +298,8 @@ class Model(Section):
     """Use biases in feed-forward layers. Default: as bias."""
     qk_norm: bool | Literal["all"] | None = None
     """Normalise queries and keys before attention: those of each head (true), or of all heads together (all)."""
+    sinks: bool | None = None
+    """Give each head a learned score that takes part in the softmax of its attention and has no value (gpt-oss)."""
     causal: bool | None = None
     """Causal attention: a token attends only to itself and earlier tokens."""
     experts: Experts | None = None
@@ -294,6 +307,16 @@ class Model(Section):
     dropout: float | None = Field(None, ge=0, lt=1)
     """Dropout probability after the embedding, attention and feed-forward layers; the masks are the same in every
     layout."""
+    tables: tuple[EmbeddingTable, ...] = ()
+    """Embedding tables of a recommender (dlrm, two_tower)."""
+    table_optim: TableOptim = TableOptim()
+    """The optimizer of the tables."""
+    dense_features: int = Field(0, ge=0, le=65_536)
+    """Numbers in `dense` of a sample (dlrm, two_tower)."""
+    bottom: tuple[int, ...] = ()
+    """Widths of the hidden layers below the interaction (dlrm: of dense features; two_tower: of each tower)."""
+    top: tuple[int, ...] = ()
+    """Widths of the hidden layers above the interaction (dlrm)."""
     lora: Lora | None = None
     """Train low-rank adapters of the linear layers, and freeze the model's own weights."""
 
@@ -309,6 +332,16 @@ class Model(Section):
             raise ValueError("must name at least one loss")
         return check_loss(value) if isinstance(value, str) else value
 
+    @field_validator("tables")
+    @classmethod
+    def _distinct_tables(cls, value: tuple[EmbeddingTable, ...]) -> tuple[EmbeddingTable, ...]:
+        for names in ([t.name for t in value], [key for t in value for key in t.keys]):
+            if twice := [n for i, n in enumerate(names) if n in names[:i]]:
+                raise ValueError(f"must not name {twice[0]!r} twice")
+        if any(key == "dense" for t in value for key in t.keys):
+            raise ValueError("must not name a feature dense, which holds the dense features")
+        return value
+
     @property
     def patch_dim(self) -> int:
         """Values in one image patch."""
@@ -320,7 +353,7 @@ class Model(Section):
     @property
     def gated(self) -> bool:
         """Whether the feed-forward layer is a product of two linear layers."""
-        return self.activation in ("swiglu", "geglu")
+        return self.activation in ("swiglu", "geglu", "swiglu_clamped")
 
     @property
     def biases(self) -> tuple[bool, bool, bool]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.job.errors import JobError
 from weft.job.model import FAMILIES, Family
-from weft.job.registry import find_object
+from weft.job.registry import find_object, listed
 from weft.job.schema import Data, Experts, Job, Model
 from weft.job.token_files import META, TOKENIZER, mask_token, read_meta, tokenizer_vocab
 
@@ -103,6 +103,10 @@ def _with_pretrained(job: Job, name: str) -> Job:
 
 def _resolve_model(model: Model, data: Data) -> Model:
     given = model.model_dump(exclude_none=True, exclude={"shape", "args", "loss"})
+    own = {"tables", "table_optim", "dense_features", "bottom", "top"}  # with defaults of their own, not None
+    given = {name: value for name, value in given.items() if name not in own or name in model.model_fields_set}
+    if model.loss != "auto":
+        given["loss"] = model.loss
     shape = _shape(model.shape or ("tiny" if not {"family", "dim", "layers"} & given.keys() else None))
     if "family" in given and given["family"] != shape.get("family", given["family"]):
         shape = {k: v for k, v in shape.items() if k != "kv_heads"}
@@ -115,8 +119,13 @@ def _resolve_model(model: Model, data: Data) -> Model:
     family = FAMILIES[fields["family"]]
     fields = {**family.defaults, **fields}
     for name in family.needed:
-        if name not in fields:
-            raise JobError(f"model.{name} is missing; give it, or name a model.shape such as tiny or llama-1b")
+        if fields.get(name) in (None, ()):
+            hint = "such as tables: [{name: user, rows: 1000}]" if name == "tables" else (
+                "or name a model.shape such as tiny or llama-1b")  # fmt: skip
+            raise JobError(f"model.{name} is missing; give it, {hint}")
+    if model.tables and not family.has_tables:
+        with_tables = listed(each.name for each in FAMILIES if each.has_tables)
+        raise JobError(f"model.tables has no effect on model.family={family.name}; family={with_tables} would work")
     if family.structure == "module":
         return _module_of(family, Model.model_validate({**model.model_dump(exclude_none=True), **fields}), data)
     if family.structure != "stack":

@@ -125,6 +125,7 @@ class Transformer(nn.Module):
         "types": "scatter",
         "embed_norm": "sequence",
         "drop": "sequence",
+        "blocks.*.attn.sinks": "by_head",
         "blocks.*.attn.[qk]_norm": "heads",
         "blocks.*.attn.*_a_norm": "heads",
         "blocks.*.attn.*_a": "heads",

@@ -269,6 +269,10 @@ def _heads(split: TensorSplit, part: PartModule) -> None:
     split.cut(part.model, part.module, "weight", 0)
 
 
+def _by_head(split: TensorSplit, part: PartModule) -> None:
+    split.cut(part.model, part.module, "weight", 0)
+
+
 def _routed(split: TensorSplit, part: PartModule) -> None:
     if not any(isinstance(p, DTensor) for p in part.module.parameters()):  # else they are sharded over ep
         part.mark_partial(split)
@@ -292,6 +296,7 @@ ROLES: dict[str, Role] = {
     "region": _region,
     "sequence": _sequence,
     "heads": _heads,
+    "by_head": _by_head,
     "scatter": _scatter,
     "routed": _routed,
     "inside": _inside,

@@ -83,7 +83,7 @@ def _written(family: PretrainedFamily, model: Model) -> Fields | None:
 
 
 _OF_EXPERTS = (
-    "count", "top_k", "shared_width", "shared_gate", "first_dense", "groups", "top_groups", "router", "scale",
+    "biases", "count", "top_k", "shared_width", "shared_gate", "first_dense", "groups", "top_groups", "router", "scale",
 )  # fmt: skip
 
 
@@ -109,6 +109,10 @@ def described(model: Model) -> Fields:
         "norm_bias": model.norm == "layernorm" and bool(model.bias),
         "biases": model.biases,
         "qk_norm": model.qk_norm or False,
+        "sinks": bool(model.sinks),
+        "clamp": (model.swiglu_limit or 7.0, model.swiglu_alpha or 1.702)
+        if model.activation == "swiglu_clamped"
+        else None,
         "attention_scale": model.attention_scale,
         "tied": bool(model.tied),
         "parallel_residual": bool(model.parallel_residual),

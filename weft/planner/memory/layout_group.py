@@ -24,7 +24,7 @@ from weft.planner.memory.states import UnitSizes, low_half_bytes
 from weft.planner.memory.step_trace import Regime, Stage, StepTrace, Unit
 from weft.planner.memory.unit_passes import Passes, PassTables
 from weft.planner.model.facts import Size
-from weft.planner.rules.context_rules import attends, has_short_window
+from weft.planner.rules.context_rules import attends, needs_whole_sequence
 from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.search.candidates import OFFLOADS, Layouts, distinct
 from weft.planner.search.space import MAX_MICROBATCH_TOKENS
@@ -327,7 +327,7 @@ def chunk_tokens(job: Job, layouts: Layouts) -> Size:
     if job.memory.chunk != "auto":
         return np.full(len(layouts), job.memory.chunk)
     long = job.data.seq_len / layouts.cp > MAX_MICROBATCH_TOKENS
-    if not attends(job) or job.model.experts is not None or has_short_window(job):
+    if not attends(job) or job.model.experts is not None or needs_whole_sequence(job):
         return np.zeros(len(layouts), np.int64)
     return np.where(long & ~(SPLITS[layouts.schedule] & (layouts.pp > 1)), LONG_SEQUENCE_CHUNK, 0)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from weft.job.lora import Lora
 from weft.job.model import FAMILIES
+from weft.job.model_parts.lora import Lora
 from weft.job.schema import Latent, Model
 
 Shape = tuple[int, ...]
@@ -28,6 +28,11 @@ class Weight:
     """One matrix of every expert: [experts, out, in], of which each rank of ep has some."""
     trained: bool = True
     """Whether it has gradients and optimizer states; the weights of a model with adapters have none."""
+
+    @property
+    def in_block(self) -> bool:
+        """Whether it is a weight inside a block, not a bias."""
+        return bool(self.unit) and not self.name.endswith(".bias")
 
     def on_tp(self, tp: int, rank: int) -> Shape:
         """Its shape on one rank of tp; the last shards may be shorter."""
@@ -110,6 +115,8 @@ def _block(m: Model, sequence: bool, unit: str, routed: bool) -> Iterator[Weight
         for key, width in (("q", heads), ("k", kv), ("v", kv)):
             yield from _column(qkv_bias, f"{unit}.attn.{key}", unit, width, dim)
         yield from _row(out_bias, f"{unit}.attn.o", unit, dim, heads, sequence)
+    if m.sinks:
+        yield Weight(f"{unit}.attn.sinks.weight", (_int(m.heads),), unit, 0)
     for key, width in (("q_norm", heads), ("k_norm", kv)) if m.qk_norm else ():
         if m.qk_norm == "all":
             yield Weight(f"{unit}.attn.{key}.weight", (width,), unit, 0)
@@ -152,9 +159,12 @@ def _experts(m: Model, unit: str, sequence: bool) -> Iterator[Weight]:
     e, dim, gates = m.experts, _int(m.dim), ("gate", "up") if m.gated else ("up",)
     ffn = _int(e.ffn)
     yield Weight(f"{unit}.mlp.router.weight", (e.count, dim), unit, None, True)
-    for key in gates:
-        yield Weight(f"{unit}.mlp.experts.{key}.weight", (e.count, ffn, dim), unit, None, True, True)
-    yield Weight(f"{unit}.mlp.experts.down.weight", (e.count, dim, ffn), unit, None, True, True)
+    if e.biases:
+        yield Weight(f"{unit}.mlp.router.bias", (e.count,), unit, None, True)
+    for key, shape in (*((gate, (ffn, dim)) for gate in gates), ("down", (dim, ffn))):
+        yield Weight(f"{unit}.mlp.experts.{key}.weight", (e.count, *shape), unit, None, True, True)
+        if e.biases:
+            yield Weight(f"{unit}.mlp.experts.{key}.bias", (e.count, shape[0]), unit, None, True, True)
     if e.shared:
         for key in gates:
             yield Weight(f"{unit}.mlp.shared.{key}.weight", (e.shared_width, dim), unit, 0)
