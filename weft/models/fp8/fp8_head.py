@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.models.fp8_linear import E4M3, E5M2, FAST_ACCUMULATION, Fp8Recipe, cast, largest, scale_for, scaled_mm
+from weft.models.fp8.fp8_linear import E4M3, E5M2, FAST_ACCUMULATION, Fp8Recipe, cast, largest, scale_for, scaled_mm
 from weft.models.loss import HeadProducts
 from weft.planner.engine_constants import FP8_ALIGNMENT, FP8_LOGITS_CHUNKS, LOGITS_BYTES
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft.models.attention import TokenInfo
 from weft.models.feedforward import FeedForward
-from weft.models.fp8_linear import (
+from weft.models.fp8.fp8_linear import (
     E4M3,
     E5M2,
     FAST_ACCUMULATION,
