@@ -42,6 +42,12 @@ class Run:
         lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(line)["step_time_s"] for line in lines[10:]]
 
+    def last_recovery(self) -> tuple[int, float]:
+        """Steps that the last recovery lost, and its seconds until training went on."""
+        lines = (self.path / "events.jsonl").read_text(encoding="utf-8").splitlines()
+        last = [e for e in map(json.loads, lines) if e["event"] == "recovered"][-1]
+        return last["steps_lost"], last["seconds"]
+
     def steps(self) -> int:
         try:
             return (self.path / "metrics.jsonl").read_bytes().count(b"\n")
@@ -74,22 +80,26 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kills", type=int, default=1)
+    parser.add_argument("--settle", type=float, default=30.0, help="seconds of training before each kill")
     parser.add_argument("--overhead", type=int, default=0, metavar="STEPS")
     parser.add_argument("changes", nargs="*", help="key=value for the job")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="weft-start-") as made:
         folder = Path(made)
         job = weft_job(SHAPES[asked.shape], asked.precision, made)
+        recoveries: list[tuple[int, float]] = []
         found: dict[str, list[float]] = {"cold": [], "warm": [], "after a kill": []}
         for number in range(asked.rounds + 1):
             run = Run(folder, job, f"run-{number}", asked.changes)
             found["warm" if number else "cold"].append(run.wait_for(1))
             run.wait_for(10)
             for _ in range(asked.kills if number == asked.rounds else 0):
+                time.sleep(asked.settle)  # a first snapshot of many gigabytes takes a while
                 steps = run.steps()
                 if run.kill_a_rank():
                     found["after a kill"].append(run.wait_for(steps + 1))
                     run.wait_for(steps + 10)
+                    recoveries.append(run.last_recovery())
             run.end()
         taken: dict[str, list[list[float]]] = {"supervised": [], "--no-resilient": []}
         for number in range(4 if asked.overhead else 0):
@@ -105,6 +115,8 @@ def main() -> None:
             print(f"{what:14} median {middle * 1e3:7.2f} ms, longest {max(times) / middle:.3f} × of {len(times)} steps")
     for what, seconds in found.items():
         print(f"{what:14}", " ".join(f"{s:6.1f} s" for s in seconds))
+    print(f"{'steps lost':14}", " ".join(f"{n:6}  " for n, _ in recoveries))
+    print(f"{'until training':14}", " ".join(f"{s:6.1f} s" for _, s in recoveries))
 
 
 if __name__ == "__main__":
