@@ -143,6 +143,7 @@ def spread_stage(
     connect_batch_norms(model, _replica_axes(mesh, plan))
     names = dict(model.named_parameters())
     aliases = {n: of for n, of in getattr(model, "aliases", {}).items() if of not in names}
+    aliases |= {n: n for n in getattr(model, "borrowed", ())}
     frozen: dict[str, Tensor] = {aliases.get(n, n): p for n, p in names.items() if not p.requires_grad}
     return SpreadModel(model, data, tp, partial, replicated, frozen, aliases, DelayedScales(model, mesh))
 
