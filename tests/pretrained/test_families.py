@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from helpers import parity
-from helpers.published import CONFIGS, VOCAB, save_random
+from helpers.published import CONFIGS, ENCODERS, VOCAB, save_random
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -37,7 +37,7 @@ def logits_of(model: Any) -> Tensor:
 
 
 def test_every_family_is_tested() -> None:
-    assert {name.split()[0] for name in CONFIGS} == set(PRETRAINED.names())
+    assert {name.split()[0] for name in (*CONFIGS, *ENCODERS)} == set(PRETRAINED.names())
 
 
 @pytest.mark.parametrize("name", CONFIGS)
