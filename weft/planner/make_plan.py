@@ -282,6 +282,8 @@ def _compile(job: Job, plan: Plan) -> bool:
         return job.train.compile
     if job.model.module and (not job.model.family or (job.model.batch_norm == "all" and plan.dp > 1)):
         return False
+    if job.data.pads_batches:  # it would compile for each length
+        return False
     return plan.device == "cuda" and not job.model.is_stack and plan.tp == plan.cp == 1
 
 

@@ -59,7 +59,7 @@ def small(job: Job) -> Job:
         heads = min(heads, m.heads or heads)
         updates |= {
             "heads": heads, "kv_heads": max(1, heads // group), "head_dim": 16, "ffn": min(m.ffn or 128, 128),
-            "vocab": min(m.vocab or 256, 512 if job.data.source == "synthetic" else 256),
+            "vocab": min(m.vocab or 256, 512 if job.data.source == "synthetic" else 256 + m.is_encoder),
         }  # fmt: skip
         if m.rope_dim is not None:
             updates["rope_dim"] = 8
