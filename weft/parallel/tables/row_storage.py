@@ -66,7 +66,7 @@ class CachedRows(DeviceRows):
         """When each place was last used."""
         self.new = torch.ones(rows, dtype=torch.bool, device=device)
         """Rows that the host does not hold yet."""
-        self.clock = 0
+        self.clock = self.filled = 0
         self.fetched = self.hits = 0
         """Rows that were copied from the host, and that were found on the device."""
 
@@ -90,13 +90,22 @@ class CachedRows(DeviceRows):
         self.hits += len(rows) - len(missing)
         self.fetched += len(missing)
         if len(missing):
-            free = torch.topk(self.used, len(missing), largest=False).indices.sort().values
-            self._write_back(free)
+            free = self._free(len(missing))
             self.place[missing], self.row[free], self.used[free] = free, missing, self.clock
             new = self.new[missing]
             self._copy_in(missing[~new], free[~new])
             self._begin(missing[new], free[new])
         return self.place[rows]
+
+    def _free(self, count: int) -> Tensor:
+        """Places for some rows: unused ones, then those that were not used for the longest time."""
+        if self.filled + count <= self.capacity:
+            self.filled += count
+            return torch.arange(self.filled - count, self.filled, device=self.device)
+        self.filled = self.capacity
+        free = torch.topk(self.used, count, largest=False).indices.sort().values
+        self._write_back(free)
+        return free
 
     def _copy_in(self, rows: Tensor, places: Tensor) -> None:
         """Copy rows from the host."""
@@ -126,6 +135,7 @@ class CachedRows(DeviceRows):
     def home(self) -> Values:
         """Every row's values on the host; the cache is empty afterwards, so that they may be replaced."""
         self._write_back((self.row >= 0).nonzero().squeeze(-1))
+        self.filled = 0
         fill_rows(self.host["weight"], self.initial, self.device, self.new.nonzero().squeeze(-1))
         self.new.fill_(False)
         return self.host

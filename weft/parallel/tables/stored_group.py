@@ -39,9 +39,8 @@ class StoredGroup:
         values |= {name: torch.zeros(rows, self.width, device=home) for name in self.optimizer.full}
         values |= {name: torch.zeros(rows, device=home) for name in self.optimizer.per_row}
         held = [t for t in layout.tables if t.boxes[rank].rows]
-        self.numbers = torch.tensor(
-            [[self.first[t.spec.name], t.boxes[rank].first, table_key(seed, t.spec.name)] for t in held], device=device
-        ).view(-1, 3)
+        numbers = [[self.first[t.spec.name], t.boxes[rank].first, table_key(seed, t.spec.name)] for t in held]
+        self.numbers = torch.tensor(numbers, dtype=torch.long, device=device).view(len(held), 3)
         """Of each table on this rank: its place in the storage, its first row there, and its key."""
         self.bounds = torch.tensor([t.spec.init for t in held], device=device)
         self.storage: DeviceRows
@@ -55,6 +54,7 @@ class StoredGroup:
         """The weights, where every row is on the device."""
         starts, owners, places = zip(*layout.segments(), strict=True) if layout.spread == "owned" else ((), (), ())
         self.starts, self.owners, self.places = (torch.tensor(x, device=device) for x in (starts, owners, places))
+        self._bases: dict[tuple[str, ...], Tensor] = {}
         self.collected: list[tuple[Tensor, Tensor]] = []
         self.rows = torch.empty(0, dtype=torch.long, device=device)
         """Rows with a gradient, rising, after finish()."""
@@ -66,6 +66,13 @@ class StoredGroup:
         start, first, key = self.numbers[table].unbind(-1)
         columns = self.layout.columns(self.rank)
         return initial_rows(key, places - start + first, self.bounds[table], self.layout.dim, *columns)
+
+    def base_of(self, tables: tuple[str, ...]) -> Tensor:
+        """The keys of the first rows of some tables, [tables, 1]."""
+        if tables not in self._bases:
+            bases = [[self.layout.bases[name]] for name in tables]
+            self._bases[tables] = torch.tensor(bases, device=self.device)
+        return self._bases[tables]
 
     def collect(self, rows: Tensor, grad: Tensor) -> None:
         """Take gradients of some rows, of one backward pass."""
@@ -96,7 +103,8 @@ class StoredGroup:
     def squares(self) -> Tensor:
         """The sum of squares of the gradients that this rank adds to the norm."""
         counts = self.layout.spread != "replicate" or self.rank == 0
-        return self.grad.double().square().sum() if counts else self.grad.new_zeros((), dtype=torch.float64)
+        norm = torch.linalg.vector_norm(self.grad if counts else self.grad[:0], dtype=torch.float64)
+        return norm.square()
 
     def mean_square(self, x: Tensor) -> Tensor:
         """The mean of squares of whole rows; columns on other ranks are added."""
