@@ -83,6 +83,8 @@ class KubernetesOptions(Section):
     """Labels that the nodes must have."""
     priority_class: str | None = None
     """PriorityClass of the pods."""
+    env_secrets: list[str] = Field(default_factory=list)
+    """Secrets whose keys become variables of the pods, such as the credentials of the store in checkpoint.to."""
     pull_secrets: list[str] = Field(default_factory=list)
     """Secrets with which the image is pulled."""
     queue: str | None = None

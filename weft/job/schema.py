@@ -65,10 +65,17 @@ class Job(Section):
     queue: Queue = Queue()
     """Claims on a machine that several users share."""
     runs_dir: str = "runs"
-    """Folder of all runs."""
+    """Folder of all runs, on a disk; checkpoint.to writes checkpoints to an object store."""
     extensions: tuple[str, ...] = ()
     """Modules, such as my_package.lion, that register optimizers, schedules, compressors or model families of your own.
     They are imported before the rest of a job file is read, by every rank too."""
+
+    @field_validator("runs_dir")
+    @classmethod
+    def _local(cls, value: str) -> str:
+        if "://" in value:
+            raise ValueError(f"must be a folder on a disk, not {value}; checkpoint.to={value} writes checkpoints there")
+        return value
 
     @field_validator("extensions")
     @classmethod

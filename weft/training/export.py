@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from weft.checkpoint.format import SavedCheckpoint, newest_good
 from weft.checkpoint.reader import Index, load_full, load_named
 from weft.data.dataset import open_tokenizer
-from weft.job.errors import JobError
-from weft.job.load import parse_job
+from weft.job.errors import JobError, MachineError
+from weft.job.load import parse_job, read_job
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
+from weft.job.store_path import explain
 from weft.models.build_model import build_model
 from weft.planner.model.counts import count_parameters
 from weft.pretrained.adapters import base_model, merged, write_adapters
@@ -32,7 +33,13 @@ SHARD_BYTES = 5 * 10**9
 
 def newest(run: RunDir) -> SavedCheckpoint:
     """The newest good checkpoint of a run."""
-    found = newest_good(run.checkpoints)
+    folder = run.checkpoints_in(read_job(run.job).checkpoint.to)
+    try:
+        found = newest_good(folder)
+    except OSError as error:
+        raise MachineError(f"{folder} cannot be read: {explain(error)}") from None
+    if found is None and folder != run.checkpoints:
+        found = newest_good(run.checkpoints)  # trained or imported before checkpoint.to was set
     if found is None:
         raise JobError(f"{run.path} has no good checkpoint yet; train it first")
     return found
