@@ -10,7 +10,15 @@ from weft.job.cluster import Cluster, DeviceGroup, Failures, TopologyLevel
 from weft.job.comm import Comm
 from weft.job.data import Data
 from weft.job.fp8 import Fp8
-from weft.job.launch_settings import KubernetesOptions, MpiOptions, Queue, RayOptions, SlurmOptions, SshOptions
+from weft.job.launch_settings import (
+    KubernetesOptions,
+    LaunchPolicy,
+    MpiOptions,
+    Queue,
+    RayOptions,
+    SlurmOptions,
+    SshOptions,
+)
 from weft.job.memory import Memory
 from weft.job.model import Experts, Latent, Model, RopeScaling
 from weft.job.optim import Optim
@@ -24,7 +32,7 @@ from weft.job.watch import TracedSteps, Watch
 
 __all__ = [
     "Checkpoint", "Cluster", "Comm", "Data", "DeviceGroup", "Experts", "Failures", "Fp8", "Job", "KubernetesOptions",
-    "Latent", "Memory", "Model", "MpiOptions", "Optim", "Parallel", "Queue", "RayOptions",
+    "Latent", "LaunchPolicy", "Memory", "Model", "MpiOptions", "Optim", "Parallel", "Queue", "RayOptions",
     "Resilience", "RopeScaling", "Section",
     "SlurmOptions", "SshOptions", "Sync", "TopologyLevel", "TracedSteps", "Train", "Watch",
 ]  # fmt: skip
@@ -62,6 +70,8 @@ class Job(Section):
     """Fault detection and recovery."""
     watch: Watch = Watch()
     """Progress and metrics."""
+    launch: LaunchPolicy = LaunchPolicy()
+    """When `weft launch` runs the job."""
     queue: Queue = Queue()
     """Claims on a machine that several users share."""
     runs_dir: str = "runs"
