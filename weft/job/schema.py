@@ -10,7 +10,7 @@ from weft.job.cluster import Cluster, DeviceGroup, Failures, TopologyLevel
 from weft.job.comm import Comm
 from weft.job.data import Data
 from weft.job.fp8 import Fp8
-from weft.job.launch_settings import (
+from weft.job.launch.settings import (
     KubernetesOptions,
     LaunchPolicy,
     MpiOptions,
@@ -21,6 +21,7 @@ from weft.job.launch_settings import (
 )
 from weft.job.memory import Memory
 from weft.job.model import Experts, Latent, Model, RopeScaling
+from weft.job.model_parts.tables import EmbeddingTable, TableOptim
 from weft.job.optim import Optim
 from weft.job.parallel import Parallel
 from weft.job.registry import MODULE_NAME
@@ -31,10 +32,37 @@ from weft.job.train import Train
 from weft.job.watch import TracedSteps, Watch
 
 __all__ = [
-    "Checkpoint", "Cluster", "Comm", "Data", "DeviceGroup", "Experts", "Failures", "Fp8", "Job", "KubernetesOptions",
-    "Latent", "LaunchPolicy", "Memory", "Model", "MpiOptions", "Optim", "Parallel", "Queue", "RayOptions",
-    "Resilience", "RopeScaling", "Section",
-    "SlurmOptions", "SshOptions", "Sync", "TopologyLevel", "TracedSteps", "Train", "Watch",
+    "Checkpoint",
+    "Cluster",
+    "Comm",
+    "Data",
+    "DeviceGroup",
+    "EmbeddingTable",
+    "Experts",
+    "Failures",
+    "Fp8",
+    "Job",
+    "KubernetesOptions",
+    "Latent",
+    "LaunchPolicy",
+    "Memory",
+    "Model",
+    "MpiOptions",
+    "Optim",
+    "Parallel",
+    "Queue",
+    "RayOptions",
+    "Resilience",
+    "RopeScaling",
+    "Section",
+    "SlurmOptions",
+    "SshOptions",
+    "Sync",
+    "TableOptim",
+    "TopologyLevel",
+    "TracedSteps",
+    "Train",
+    "Watch",
 ]  # fmt: skip
 
 

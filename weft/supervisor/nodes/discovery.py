@@ -23,7 +23,7 @@ class NodeRegistry:
 
     def __init__(self, folder: AnyPath, node: int, locks: Path):
         """`locks`: a folder on this machine's disk."""
-        self.folder, self.node = folder, node
+        self.folder, self.node, self.locks = folder, node, locks
         self.interval_s = STORE_INTERVAL_S if isinstance(folder, StorePath) else 0.0
         """Shortest time between two requests for the same entry."""
         self._read: dict[str, tuple[float, Any]] = {}
@@ -34,7 +34,9 @@ class NodeRegistry:
 
     def end(self, code: int, attempt: int) -> None:
         """Record the exit code of the run and its last attempt, for nodes that cannot be reached over the network."""
-        self._write("ended", [code, secrets.token_hex(8), attempt])
+        content = [code, secrets.token_hex(8), attempt]
+        replace(self.locks / "ended", json.dumps(content).encode())  # a batch script of Slurm reads it here
+        self._write("ended", content)
 
     def ended(self) -> int | None:
         """The exit code recorded since this node started, if any."""
