@@ -60,7 +60,7 @@ def open_dataset(job: Job) -> Dataset:
         found = _open_source(job, data.source, data.format)
         found = found if data.shuffle == "samples" else OrderedDataset(found, order)
     sources = [each.source for each in data.mixture] or [data.source]
-    if job.model.is_encoder and not job.model.classes and not any(_is_user_dataset(source) for source in sources):
+    if job.model.is_encoder and not job.model.classes and not any(is_user_dataset(source) for source in sources):
         return masked(job, found)
     return found
 
@@ -96,7 +96,7 @@ def _open_source(job: Job, source: str, format: str | None) -> Dataset:
         return open_ratings(own)
     if format is None and reads_images(own):
         return open_images(own)
-    if format is None and _is_user_dataset(source):
+    if format is None and is_user_dataset(source):
         return open_user_dataset(own)
     if format == "labels":
         return open_labeled_texts(own, source)
@@ -179,7 +179,7 @@ def check_dataset(job: Job) -> None:
         else:
             _refuse_conversations(data.source, data.format)
         _check_vocab(job, tokenizer.vocab)
-    elif data.format or not _is_user_dataset(data.source):
+    elif data.format or not is_user_dataset(data.source):
         open_dataset(job)
 
 
@@ -187,13 +187,14 @@ def open_tokenizer(data: Data) -> Tokenizer:
     """The tokenizer of data.source: a store brings its own, everything else uses data.tokenizer."""
     source = data.mixture[0].source if data.mixture else data.source
     format = (data.mixture[0].format if data.mixture else None) or data.format
-    if source in _NAMES or (format and not is_store(Path(source))) or _is_user_dataset(source):
+    if source in _NAMES or (format and not is_store(Path(source))) or is_user_dataset(source):
         return load_tokenizer(data.tokenizer)
     _check_store_path(source)
     return store_tokenizer(Path(source), read_meta(Path(source)))
 
 
-def _is_user_dataset(source: str) -> bool:
+def is_user_dataset(source: str) -> bool:
+    """Whether data.source names a dataset in Python, as in `module:name`."""
     return ":" in source and not Path(source).exists()
 
 
