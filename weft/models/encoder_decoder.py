@@ -202,6 +202,16 @@ class EncoderDecoder(nn.Module):
         found: Tensor = table(position_buckets(distance, both_sides, self.buckets, self.limit))
         return found.permute(2, 0, 1)
 
+    def encode(self, inputs: Tensor, docs: Tensor | None) -> Tensor:
+        """The output of the encoder for a source [batch, source], without dropout: [batch, source, dim]"""
+        assert self.embed is not None
+        info = self._info(inputs.shape[1], docs, None, inputs.device)
+        info = info._replace(bias=self.bias(self.encoder_bias, info.rows, info.rows, True))
+        memory = self.embed(inputs)
+        for name in self.names[: self.encoder_depth]:
+            memory = self.blocks[name](memory, info)
+        return self.finish_encoder(memory, None, info.rows)
+
     def finish_encoder(self, memory: Tensor, keys: Tensor | None, rows: Tensor) -> Tensor:
         """The output of the encoder, from that of its last block."""
         assert self.encoder_norm is not None
