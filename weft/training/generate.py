@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -67,7 +68,7 @@ def _translate(
     return translate_texts(
         model, tokenizer, prompts, tokens, beams=beams, longest=job.data.seq_len,
         ends=end_tokens(job.model.pretrained) or frozenset([tokenizer.eos]),
-        picks=[lambda logits, random=random: pick_token(logits, sampling, random) for random in randoms],
+        picks=[partial(pick_token, sampling=sampling, random=random) for random in randoms],
     )  # fmt: skip
 
 
