@@ -22,7 +22,7 @@ Batch = dict[str, Tensor]
 class LossOf(Protocol):
     """The summed loss of a batch; for a stage before the last, its output."""
 
-    def __call__(self, module: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Tensor: ...
+    def __call__(self, module: nn.Module, batch: Batch, hidden: Any = None) -> Any: ...
 
 
 @dataclass

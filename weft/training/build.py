@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from weft.comm.algorithms import summing
+from weft.data.dataset import open_dataset
 from weft.job.schema import Job
 from weft.mesh import Mesh, ranks_of_a_node
 from weft.models.build_model import build_model
+from weft.models.user.module import given_parameters
 from weft.optim.build_optimizers import Optimizers, build_optimizers
 from weft.optim.ema import Ema
 from weft.optim.streamed import StreamedOptimizers, Tiering
@@ -21,7 +23,10 @@ from weft.training.state import State
 
 def build_state(job: Job, plan: Plan, mesh: Mesh, weights: InitialWeights | None = None) -> State:
     """The state of a run at step 0, with random weights or those that `weights` fills in."""
-    spread_model = parallelize(build_model(job.model, job.train.seed), mesh, plan, job.train.seed, bare_gradients=True)
+    module = build_model(job.model, job.train.seed)
+    if job.model.module and plan.pp > 1:  # the forward is cut as it is called with the samples
+        module.given = given_parameters(module, open_dataset(job).train(0), job.model)  # type: ignore[assignment]
+    spread_model = parallelize(module, mesh, plan, job.train.seed, bare_gradients=True)
     if weights is not None:
         weights(spread_model.master_params | spread_model.frozen, spread_model.buffers())
         spread_model.refresh()

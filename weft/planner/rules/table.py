@@ -14,7 +14,7 @@ from weft.planner.rules.context_rules import cp_style_rule, sequence_rule, windo
 from weft.planner.rules.expert_rules import experts_rule
 from weft.planner.rules.fp8_rules import fp8_rule
 from weft.planner.rules.memory_rules import offload_rule, recompute_rule, tiers_rule
-from weft.planner.rules.pipeline_rules import own_model_rule, pipeline_rule
+from weft.planner.rules.pipeline_rules import pipeline_rule
 from weft.planner.rules.tensor_rules import heads_rule, width_rule
 from weft.planner.sync import sync_rule
 
@@ -47,7 +47,7 @@ TP_RULES: tuple[Rule, ...] = (heads_rule, width_rule)
 
 RULES: tuple[Rule, ...] = (
     *TP_RULES, lora_rule, batch_rule, microbatch_rule, ramp_rule, drop_last_rule, metrics_rule, pipeline_rule,
-    own_model_rule, sequence_rule, window_rule, cp_style_rule, offload_rule, tiers_rule, fp8_rule, experts_rule,
+    sequence_rule, window_rule, cp_style_rule, offload_rule, tiers_rule, fp8_rule, experts_rule,
     recompute_rule, allreduce_rule, compressed_experts_rule, sync_rule, encryption_rule,
 )  # fmt: skip
 """A layout that breaks one of these can be neither planned nor trained."""
