@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from helpers.own_models import Block
+from helpers.own_models import Block, Records
 
 
 class Convolutions(nn.Sequential):
@@ -91,3 +91,24 @@ class Twice(nn.Module):
         x = self.first(values)
         y = self.inner(x)
         return self.out(self.inner(y.tanh()))
+
+
+class TwoTowers(nn.Module):
+    """Vectors of words and of values, and the factor on their similarities."""
+
+    def __init__(self, dim: int = 8):
+        super().__init__()
+        self.text = nn.Sequential(nn.Embedding(16, dim), Block(dim, 16))
+        self.image = nn.Sequential(nn.Linear(4, dim), Block(dim, 16))
+        self.scale = nn.Parameter(torch.zeros(1))
+
+    def forward(self, words: Tensor, values: Tensor) -> dict[str, Tensor]:
+        return {"text": self.text(words).mean(1), "image": self.image(values), "scale": self.scale.exp() * 5}
+
+
+class Captions(Records):
+    """Two inputs without a target."""
+
+    def train(self, index: int) -> dict[str, object]:
+        sample = super().train(index)
+        return {"words": sample["words"], "values": sample["values"]}

@@ -158,6 +158,7 @@ def spread_stage(
     partial = tuple(n for n in data.master_params if split and n in split.partial)
     replicated = tuple(n for n in whole if n not in partial)
     connect_batch_norms(model, _replica_axes(mesh, plan))
+    model.sample_axes = _sample_axes(mesh, plan)  # type: ignore[assignment]
     names = dict(model.named_parameters())
     aliases = {n: of for n, of in _aliases(model).items() if of not in names}
     frozen: dict[str, Tensor] = {aliases.get(n, n): p for n, p in names.items() if not p.requires_grad}
@@ -169,7 +170,12 @@ def _replica_axes(mesh: Mesh, plan: Plan) -> list[Axis]:
     in a pipeline and between replicas on their own those of the ranks that share a step."""
     if plan.pp == 1 and not plan.alone:
         return [] if mesh.everyone is None else [mesh.everyone]
-    names = ("dp_shard",) if plan.alone else ("dp_replicate", "dp_shard")
+    return _sample_axes(mesh, plan)
+
+
+def _sample_axes(mesh: Mesh, plan: Plan) -> list[Axis]:
+    """The axes whose ranks have other samples of the same step."""
+    names = ("dp_shard",) if plan.alone else ("dp_shard", "dp_replicate")
     return [axis for name in names if (axis := mesh.axis(name)) is not None]
 
 

@@ -146,6 +146,13 @@ class SpreadModel:
         if grads:
             on_flat_(grads, tp.all_reduce)
 
+    def local_square(self) -> Tensor | None:
+        """The square norm of this replica's own gradients in the last step; None where it is not known."""
+        found: list[Tensor] = getattr(self.data, "local_squares", [])
+        total = torch.stack(found).sum() if found else None
+        found.clear()
+        return total
+
     def zero_grad(self) -> None:
         self.data.zero_grad()
 

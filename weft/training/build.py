@@ -10,6 +10,7 @@ from weft.models.build_model import build_model
 from weft.models.user.module import given_parameters
 from weft.optim.build_optimizers import Optimizers, build_optimizers
 from weft.optim.ema import Ema
+from weft.optim.layer_rates import layer_rates
 from weft.optim.streamed import StreamedOptimizers, Tiering
 from weft.parallel.apply import find_units, parallelize
 from weft.parallel.data.local_sgd import EveryStep, Rounds
@@ -56,8 +57,16 @@ def make_optimizers(job: Job, spread_model: SpreadModel | Pipelined, mesh: Mesh)
     units = tuple(find_units(build_model(job.model)))
     return build_optimizers(
         job.optim, spread_model.master_params, lambda name: name.startswith(units), spread_model.grad_params,
-        spread_model.compute_params, mesh,
+        spread_model.compute_params, mesh, rates_of(job),
     )  # fmt: skip
+
+
+def rates_of(job: Job) -> dict[str, float]:
+    """The factors of optim.layer_decay by weight; empty without it."""
+    if job.optim.layer_decay == 1:
+        return {}
+    model = build_model(job.model)
+    return layer_rates([n for n, _ in model.named_parameters()], list(find_units(model)), job.optim.layer_decay)
 
 
 def make_streamed_optimizers(

@@ -14,7 +14,7 @@ from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.models.build_model import logits, loss_sum
 from weft.models.user.eval_metrics import EvalMetrics
-from weft.models.user.module import call_module, passes_on, without_padding
+from weft.models.user.module import call_module, passes_on, sample_axes, without_padding
 from weft.models.user.named_losses import losses_of
 from weft.optim.clip import grad_norm
 from weft.optim.schedule import learning_rate
@@ -35,6 +35,8 @@ class Gradients:
     """Valid targets of the samples whose gradients were summed: the global batch, or a replica's share of it."""
     nominal: float
     scale: float
+    local_square: Tensor | None = None
+    """Square norm of this replica's own gradients; None where they are not whole before the sum."""
 
     @property
     def factor(self) -> Tensor:
@@ -69,7 +71,9 @@ class Stepper:
         )  # fmt: skip
         if counting is not None:
             counting.wait()
-        return Gradients(total, count, nominal, state.scale.value)
+        known = self.plan.tp == self.plan.cp == self.plan.pp == self.plan.dp_shard == 1 < self.plan.dp_replicate
+        square = spread_model.parts[0].local_square() if known and not self.plan.alone else None
+        return Gradients(total, count, nominal, state.scale.value, square)
 
     def update(self, grads: Gradients, lr: float) -> tuple[Tensor, bool]:
         """Clip and apply. Returns the norm before clipping, and whether the step was taken.
@@ -123,14 +127,16 @@ class Stepper:
 
         def sums(module: nn.Module, batch: Batch, hidden: Any = None) -> Any:
             if model.module:
-                if staged := hasattr(module, "stage"):  # stages exchange whole batches
-                    outputs = call_module(module, batch, model, dtype, hidden)
-                    if passes_on(module):
-                        return outputs
-                batch, outputs = without_padding(batch, outputs if staged else None)
-                if not staged:
-                    outputs = call_module(module, batch, model, dtype)
-                return metrics.sums(losses_of(outputs, batch, model), outputs, batch)
+                together = model.loss == "contrastive"  # ranks compare whole batches
+                staged = hasattr(module, "stage")  # stages exchange them
+                if not together and not staged:
+                    batch, _ = without_padding(batch)
+                outputs = call_module(module, batch, model, dtype, hidden)
+                if passes_on(module):
+                    return outputs
+                if staged and not together:
+                    batch, outputs = without_padding(batch, outputs)
+                return metrics.sums(losses_of(outputs, batch, model, axes=sample_axes(module)), outputs, batch)
             loss = loss_sum(module, batch, model, seed=seed, dtype=dtype)
             return metrics.sums({"loss": loss}, logits(module, batch, seed=seed, dtype=dtype), batch)
 

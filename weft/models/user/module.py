@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from weft.comm.axis import Axis
 from weft.job.errors import JobError
 from weft.job.registry import find_object, listed
 from weft.job.schema import Model
@@ -34,11 +37,26 @@ def build_user_module(model: Model, seed: int) -> nn.Module:
     for part in module.modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag):
             part.sparse = False  # the same gradients, in tensors that can be summed over ranks
+    _freeze(module, model)
     if model.batch_norm == "all":
         module = use_global_batch_norms(module)
     # registered before FSDP2's hook, which looks for tensors in tuples and dicts only
     module.register_forward_hook(lambda m, _, outputs: outputs if passes_on(m) else plain_outputs(outputs, name))
     return module
+
+
+def _freeze(module: nn.Module, model: Model) -> None:
+    """Stop training the weights that model.frozen names."""
+    names = dict(module.named_parameters(remove_duplicate=False))
+    for pattern in model.frozen:
+        found = [n for n in names if fnmatchcase(n, pattern) or n.startswith(f"{pattern}.")]
+        if not found:
+            parts = listed(dict.fromkeys(name.partition(".")[0] for name in names))
+            raise JobError(f"model.frozen={pattern} names no weight of {model.module}, which has {parts}")
+        for name in found:
+            names[name].requires_grad_(False)
+    if model.frozen and not any(p.requires_grad for p in names.values()):
+        raise JobError(f"model.frozen={listed(model.frozen)} leaves no weight of {model.module} to train")
 
 
 def passes_on(module: nn.Module) -> bool:
@@ -71,7 +89,15 @@ def user_loss_sum(
 ) -> Any:
     """The loss of a batch, summed over its valid targets; the outputs of a stage that has none."""
     outputs = call_module(module, batch, model, dtype, hidden)
-    return outputs if passes_on(module) else losses_of(outputs, batch, model, smoothing)["loss"]
+    if passes_on(module):
+        return outputs
+    return losses_of(outputs, batch, model, smoothing, sample_axes(module))["loss"]
+
+
+def sample_axes(module: nn.Module) -> Sequence[Axis]:
+    """The axes whose ranks have other samples of the same step, which parallelize() sets."""
+    found: Sequence[Axis] = getattr(module, "sample_axes", ())
+    return found
 
 
 def call_module(module: nn.Module, batch: Batch, model: Model, dtype: torch.dtype, hidden: Any = None) -> Any:
