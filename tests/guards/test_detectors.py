@@ -182,7 +182,8 @@ def test_a_classifier_with_almost_no_loss_has_no_spikes(seed: int) -> None:
         assert spikes.judge(step, loss, loss**0.8 * math.exp(draw.gauss(0, 0.5))) is None
     assert spikes.judge(400, 1.5, 3.0).step == 400  # type: ignore[union-attr]
     again = SpikeDetector()
-    again.begin(2.3, 1.0)
+    for _ in range(8):
+        again.begin(2.3, 1.0)
     for _ in range(60):
         again.learn(0.003 * math.exp(draw.gauss(0, 0.3)), 0.01 * math.exp(draw.gauss(0, 0.3)))
     assert again.judge(61, 0.05, 0.6) is None

@@ -104,12 +104,12 @@ def towers(frozen: tuple[str, ...] = (), **sections: Any) -> Job:
 
 def test_a_contrastive_loss_over_all_replicas(pool: RankPool) -> None:
     """Every sample is compared with those of all ranks, and gradients are those of one process."""
-    check(pool, towers(), (DATA[0], DATA[2], DATA[3], "pp 2 1f1b microbatches=1", "pp 2 gpipe × dp_shard 2 zero=3"))
+    check(pool, towers(), (DATA[0], DATA[3], "pp 2 gpipe × dp_shard 2 zero=3"))
     found = [
         pool.run(on_ranks.evaluated, ranks(section(layout)), with_layout(towers(), section(layout)))[0]
-        for layout in ("1", DATA[0], DATA[3])
+        for layout in ("1", DATA[3])
     ]
-    assert found[1:] == [pytest.approx(found[0], rel=1e-6)] * 2
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
 
 
 def test_a_frozen_tower_is_not_trained(pool: RankPool) -> None:

@@ -197,7 +197,7 @@ class ModuleStages:
         inputs = {t: tuple(str(n.target) for n in self.graphs[t][index].inputs) for t in MODES}
         stage = ModuleStage(self.signature, inputs, ends, run)
         model.stage = stage  # type: ignore[assignment]
-        model.forward = stage  # type: ignore[method-assign]
+        model.forward = stage
         model.stage_units = [u for u in self.units if u in used]  # type: ignore[assignment]
         model.aliases = {n: of for n, of in self.aliases.items() if self.ties[of][1] == index}  # type: ignore[assignment]
         return model
