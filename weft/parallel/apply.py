@@ -39,6 +39,7 @@ from weft.parallel.fp8 import DelayedScales, check_skip, recipe_of, use_fp8, use
 from weft.parallel.pipeline.executor import Pipelined
 from weft.parallel.pipeline.module_stages import ModuleStages
 from weft.parallel.spread_model import SpreadModel
+from weft.parallel.tables.sharded_tables import spread_tables
 from weft.parallel.tensor import TensorSplit, split_tensors
 from weft.planner.plan import Plan
 from weft.planner.schedules.registry import make_schedule
@@ -68,12 +69,13 @@ def parallelize(
                 value.copy_(_same_everywhere(value.to(mesh.device), mesh))
     recomputed = recomputed_units(list(find_units(model)), plan.recompute)
     check_skip(model, plan)
+    tables = spread_tables(model, mesh, plan, seed)
     load = ExpertLoad(model, mesh.device, mesh.everyone, plan.ep)
     if pp is None:
         summed = plan.accumulation > 1 or not bare_gradients
         spread_model = spread_stage(model, mesh, plan, seed, recomputed, summed, worker)
         load.watch(spread_model.module)
-        return replace(spread_model, load=load)
+        return replace(spread_model, load=load, tables=tables)
     schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)
     stages = {}
     for index in schedule.stages_of(pp.rank):

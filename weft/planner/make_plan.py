@@ -33,6 +33,7 @@ from weft.planner.search.choose import plan_space, search_layout
 from weft.planner.search.search import LayoutSearch, SearchResult
 from weft.planner.search.space import MAX_MICROBATCH_TOKENS
 from weft.planner.sync import default_layout
+from weft.planner.table_placement import with_tables
 from weft.planner.time.buckets import bucket_mb
 from weft.planner.time.context import choose_style, rings
 from weft.planner.time.traffic import communication_bytes
@@ -170,6 +171,7 @@ def complete_plan(
     if plan.tiered:
         limit = (estimator or make_estimator(job, plan, start.world, start.device, start.memory_gib)).limit_gib
         plan = place_states(job, plan, limit, start.spare, reasons)
+    plan = with_tables(job, plan, start.memory_gib)
     predicted = _predict(start, plan, estimator)
     if plan.disk and (line := endurance_line(job, plan, predicted.get("step_time_s"))):
         reasons.append(line)
@@ -284,6 +286,8 @@ def _compile(job: Job, plan: Plan) -> bool:
         return job.train.compile
     if job.model.module and (not job.model.family or (job.model.batch_norm == "all" and plan.dp > 1)):
         return False
+    if job.data.pads_batches:  # it would compile for each length
+        return False
     return plan.device == "cuda" and not job.model.is_stack and plan.tp == plan.cp == 1
 
 
@@ -366,7 +370,8 @@ def _microbatch(job: Job, plan: Plan) -> Plan:
     if plan.pp > 1:
         filled = [d for d in divisors(share) if d >= MICROBATCHES_OF_A_STAGE * plan.pp]
         return replace(plan, microbatch=share // min(filled, default=share), accumulation=min(filled, default=share))
-    size = max([d for d in divisors(share) if d * job.data.seq_len <= MAX_MICROBATCH_TOKENS], default=1)
+    length = 1 if job.model.tables else job.data.seq_len
+    size = max([d for d in divisors(share) if d * length <= MAX_MICROBATCH_TOKENS], default=1)
     return replace(plan, microbatch=size, accumulation=share // size)
 
 
