@@ -229,7 +229,7 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
         }
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{n}.") for n in found)
+        inside = any(name == n or name.startswith(f"{n}.") for n in found)
         if isinstance(module, nn.ModuleList | nn.Sequential) and not inside:
             for key, child in module.named_children():
                 callable_ = not isinstance(child, nn.ModuleList | nn.ModuleDict)  # FSDP2 needs a forward to hook

@@ -19,6 +19,7 @@ from weft.parallel.pipeline.boundary import Boundary, message_layout, pack, unpa
 from weft.parallel.pipeline.module_stages import ModuleStages
 from weft.planner import make_plan
 from weft.planner.rules.layout_syntax import ranks
+from weft.planner.schedules.stage_costs import simulated
 from weft.verify.prove import with_layout
 
 NOT_OURS: dict[str, Any] = dict.fromkeys(("family", "dim", "layers", "heads", "kv_heads", "ffn", "vocab"))
@@ -145,6 +146,17 @@ def test_messages_of_several_tensors() -> None:
     assert boundary.trained == (boundary.tensors[0], boundary.tensors[2])
     with pytest.raises(JobError, match="gives a set to the next one"):
         Boundary.of({1, 2})
+
+
+def test_blocks_that_are_lists_are_units() -> None:
+    """A block that is an nn.Sequential is one unit, and its members are none."""
+    blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()) for _ in range(2))
+    assert list(find_units(torch.nn.ModuleDict({"blocks": blocks}))) == ["blocks.0", "blocks.1"]
+
+
+def test_the_schedule_of_an_own_module_can_be_drawn() -> None:
+    job, plan = make_plan(with_layout(own("Crossing"), {"pp": 2, "schedule": "zbv", "microbatches": 4}))
+    assert 0 < simulated(job, plan).bubble < 0.6
 
 
 def test_build_does_not_change_the_module() -> None:
