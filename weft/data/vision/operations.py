@@ -88,7 +88,7 @@ def _enhance(kind: str) -> Callable[[Image, float], Image]:
     def enhanced(image: Image, share: float) -> Image:
         from PIL import ImageEnhance
 
-        return getattr(ImageEnhance, kind)(image).enhance(1 + 0.9 * share)  # type: ignore[no-any-return]
+        return getattr(ImageEnhance, kind)(image).enhance(1 + 0.9 * share)
 
     return enhanced
 
@@ -99,7 +99,7 @@ def _whole(kind: str, *given: Callable[[float], int]) -> Callable[[Image, float]
     def applied(image: Image, share: float) -> Image:
         from PIL import ImageOps
 
-        return getattr(ImageOps, kind)(image, *(value(abs(share)) for value in given))  # type: ignore[no-any-return]
+        return getattr(ImageOps, kind)(image, *(value(abs(share)) for value in given))
 
     return applied
 
