@@ -21,7 +21,17 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from weft.job.schema import Model
-from weft.models.fp8_linear import E4M3, E5M2, AmaxHistory, Fp8Linear, Fp8Recipe, cast, largest, scale_for, scaled_mm
+from weft.models.fp8.fp8_linear import (
+    E4M3,
+    E5M2,
+    AmaxHistory,
+    Fp8Linear,
+    Fp8Recipe,
+    cast,
+    largest,
+    scale_for,
+    scaled_mm,
+)
 from weft.models.rope import frequencies, rotation
 from weft.models.transformer import Block
 

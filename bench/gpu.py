@@ -94,7 +94,7 @@ def run_weft(
                     return {"error": _last_lines(log)}
                 time.sleep(0.05)
         finally:
-            _end(process)
+            end_run(process)
     counted = records[WARMUP_STEPS:steps]
     return {
         "step_time_s": statistics.median(r["step_time_s"] for r in counted),
@@ -103,7 +103,7 @@ def run_weft(
     }
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end_run(process: subprocess.Popen[bytes]) -> None:
     """End a run and wait until its ranks have freed their memory."""
     with contextlib.suppress(psutil.NoSuchProcess):
         ranks = psutil.Process(process.pid).children(recursive=True)

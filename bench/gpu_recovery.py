@@ -90,6 +90,7 @@ def group(
         )
         reference = RunDir(folder / f"{name}-chaos" / "undisturbed")
         row |= result(found, reference)
+        print(json.dumps(row, default=str), flush=True)
         if asked.one_rank and name == "kill":
             row["one_rank"] = against_one_rank(job, reference, folder)
     except (WeftError, OSError) as error:
@@ -172,7 +173,7 @@ def main() -> int:
     asked = parse(parser)
     few = asked.others
     groups: list[tuple[Any, ...]] = [
-        ("kill", 2, f"kill:{asked.kills}"), ("other", 2, f"stop:{few},sleep:{few},illegal:{few}"),
+        ("kill", 2, f"kill:{asked.kills}"), *((kind, 2, f"{kind}:{few}") for kind in ("stop", "sleep", "illegal")),
         ("one-rank", 1, f"kill:{few}"), ("gloo", 2, f"kill:{few}", "comm.backend=gloo", "cluster.share_devices=false"),
         ("four-ranks", 4, f"kill:{few}"),
     ]  # fmt: skip

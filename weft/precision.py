@@ -13,7 +13,7 @@ COMPUTE_DTYPES: dict[str, torch.dtype] = {
     "fp8": torch.bfloat16,
 }
 """Dtype of weights and activations in the forward and backward pass; master weights and gradient sums are fp32. With
-fp8 only products inside the blocks use fp8 (models/fp8_linear.py)."""
+fp8 only products inside the blocks use fp8 (models/fp8/fp8_linear.py)."""
 
 EXPORT_DTYPES: dict[str, torch.dtype] = {name: COMPUTE_DTYPES[name] for name in ("fp32", "bf16", "fp16")}
 """Dtypes of exported weights."""

@@ -85,7 +85,7 @@ def test_background_ring_does_not_block(tmp_path: Path) -> None:
 
 
 def test_large_ring_grows_by_one_file_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "LARGE_RING_BYTES", 1000)
+    monkeypatch.setattr(snapshots, "LARGE_RING_BYTES", {"cuda": 1000, "cpu": 1000})
     ring = Snapshots(tmp_path, rank=0, keep=MIN_COPIES)
     assert ring.due(1)
     for step in range(1, MIN_COPIES + 3):
@@ -100,7 +100,7 @@ def test_interval_is_kept_after_a_restart(tmp_path: Path, monkeypatch: pytest.Mo
     """A run that recovers copies as often as before; small states are copied at every step from the first on."""
     gpu = Snapshots(tmp_path / "gpu", rank=0, device=torch.device("cuda"))
     assert gpu.due(1)
-    monkeypatch.setattr(snapshots, "LARGE_RING_BYTES", 1000)
+    monkeypatch.setattr(snapshots, "LARGE_RING_BYTES", {"cuda": 1000, "cpu": 1000})
     ring = Snapshots(tmp_path, rank=0, keep=MIN_COPIES)
     ring.tick(1)
     ring.every = 2  # agreed by the ranks
@@ -162,7 +162,7 @@ def test_memory_is_unregistered_before_it_is_unmapped(tmp_path: Path, monkeypatc
 
 def test_budget_of_a_large_state_on_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most a quarter of the free memory: two copies, one if two do not fit, none if one does not."""
-    monkeypatch.setattr(snapshots, "LARGE_RING_BYTES", 1000)
+    monkeypatch.setattr(snapshots, "LARGE_RING_BYTES", {"cuda": 1000, "cpu": 1000})
     size = snapshots.Table.of(state(0)).size
     for free, kept in ((100 * size, 2), (9 * size, 2), (5 * size, 1), (3 * size, 0)):
         monkeypatch.setattr(

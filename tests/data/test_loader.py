@@ -208,3 +208,45 @@ def test_validation_reads_a_fixed_order_and_every_rank_the_same_number(n, dp, sh
     assert ids[valid].tolist() == torch.cat([b["inputs"] for b in parts])[valid][:, 0].tolist()
     assert ids[valid].tolist() == list(range(min(n, limit * dp * share)))
     assert len(ids) == count * dp * share
+
+
+class Pictures(Numbers):
+    """Samples that depend on the epoch; every fourth of `odd` ones is larger."""
+
+    takes_epoch = True
+
+    def __init__(self, odd=False):
+        super().__init__(train_len=40)
+        self.odd = odd
+
+    def train(self, index, epoch=0):
+        side = 6 if self.odd and index % 4 == 3 else 3
+        return {"inputs": np.full((side, 2), index + 100 * epoch, np.float32), "valid": np.ones((), dtype=bool)}
+
+
+def picture_loader(dataset, workers):
+    return Loader(dataset, seed=3, global_batch=50, microbatch=20, dp_rank=0, dp_size=1, workers=workers)
+
+
+def test_workers_read_the_same_batches():
+    alone, helped = (take(picture_loader(Pictures(), workers), 3) for workers in (0, 2))
+    for one, other in zip(alone, helped, strict=True):
+        assert [sorted(b) for b in one] == [sorted(b) for b in other]
+        assert all(torch.equal(a[key], b[key]) for a, b in zip(one, other, strict=True) for key in a)
+
+
+def test_errors_of_workers_are_raised_in_the_rank():
+    with pytest.raises(OSError, match="the disk is gone"):
+        take(picture_loader(Numbers(40, fail_at=5), 2), 1)
+    with pytest.raises(JobError, match="inputs of different shapes"):
+        take(picture_loader(Pictures(odd=True), 2), 1)
+
+
+def test_a_worker_that_is_killed_is_named():
+    with picture_loader(Pictures(), 1) as loader:
+        next(loader)
+        (process,) = loader._workers._processes
+        process.kill()
+        process.join()
+        with pytest.raises(RuntimeError, match=r"process of data.workers ended with exit code -9"):
+            take(loader, 6)

@@ -11,9 +11,19 @@ from torch import Tensor, nn
 
 from weft.job.schema import Model
 from weft.models.feedforward import FeedForward
-from weft.models.fp8_gated import Fp8FeedForward
-from weft.models.fp8_head import Fp8HeadProducts
-from weft.models.fp8_linear import E4M3, E5M2, AmaxHistory, Fp8Linear, Fp8Recipe, cast, fp8_linear, scale_for, scaled_mm
+from weft.models.fp8.fp8_gated import Fp8FeedForward
+from weft.models.fp8.fp8_head import Fp8HeadProducts
+from weft.models.fp8.fp8_linear import (
+    E4M3,
+    E5M2,
+    AmaxHistory,
+    Fp8Linear,
+    Fp8Recipe,
+    cast,
+    fp8_linear,
+    scale_for,
+    scaled_mm,
+)
 from weft.models.loss import HeadProducts, linear_cross_entropy
 from weft.parallel.fp8 import use_fp8
 
@@ -129,7 +139,7 @@ def test_head(tokens: int, smoothing: float, monkeypatch: pytest.MonkeyPatch) ->
     for products, limit in ((HeadProducts, 0.01), (partial(Fp8HeadProducts, recipe=Fp8Recipe(head=True)), 0.08)):
         for at_once in (1 << 26, vocab * 2 * 17):
             monkeypatch.setattr("weft.models.loss.LOGITS_BYTES", {"cpu": at_once, "cuda": at_once})
-            monkeypatch.setattr("weft.models.fp8_head.LOGITS_BYTES", {"cpu": at_once, "cuda": at_once})
+            monkeypatch.setattr("weft.models.fp8.fp8_head.LOGITS_BYTES", {"cpu": at_once, "cuda": at_once})
             loss = linear_cross_entropy(x, weight, targets, valid, smoothing, products=products)
             found = (loss, *torch.autograd.grad(loss, [x, weight]))
             for mine, right in zip(found, exact, strict=True):

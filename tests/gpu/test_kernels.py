@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.models import fp8_kernels, grouped_kernels, loss_kernels
-from weft.models.fp8_linear import E4M3, E5M2, cast
+from weft.models.fp8.fp8_linear import E4M3, E5M2, cast
 from weft.optim.adamw_kernels import adamw_, corrections_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -14,7 +14,7 @@ from weft.job.schema import Model
 from weft.launch.rank_pool import RankPool
 from weft.memory import recompute, recomputed_units
 from weft.models.attention import TokenInfo
-from weft.models.fp8_linear import Fp8Linear, Fp8Recipe
+from weft.models.fp8.fp8_linear import Fp8Linear, Fp8Recipe
 from weft.models.transformer import Block
 
 SHAPE = Model(

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from weft.job.schema import Model
 from weft.models.feedforward import FeedForward
-from weft.models.fp8_gated import Fp8FeedForward
-from weft.models.fp8_head import Fp8HeadProducts
-from weft.models.fp8_linear import (
+from weft.models.fp8.fp8_gated import Fp8FeedForward
+from weft.models.fp8.fp8_head import Fp8HeadProducts
+from weft.models.fp8.fp8_linear import (
     E4M3,
     E5M2,
     AmaxHistory,
@@ -170,7 +170,7 @@ def test_fp8_head(tokens: int, smoothing: float, monkeypatch: pytest.MonkeyPatch
     plain, low = go(HeadProducts), partial(Fp8HeadProducts, recipe=Fp8Recipe(head=True))
     for at_once in (1 << 26, 96 * 4 * 17):
         monkeypatch.setattr("weft.models.loss.LOGITS_BYTES", {"cpu": at_once, "cuda": at_once})
-        monkeypatch.setattr("weft.models.fp8_head.LOGITS_BYTES", {"cpu": at_once})
+        monkeypatch.setattr("weft.models.fp8.fp8_head.LOGITS_BYTES", {"cpu": at_once})
         for mine, theirs in zip(go(low), plain, strict=True):
             assert mine.dtype == theirs.dtype
             assert float(((mine - theirs).norm() / theirs.norm()).detach()) < 0.08

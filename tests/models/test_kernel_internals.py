@@ -46,3 +46,12 @@ def test_needed_gradients_are_known() -> None:
     inner = a * 2
     (grad,) = torch.autograd.grad(Twice.apply(inner, b * 2), [inner])
     assert grad.item() == 1 and found[1] is False, "torch changed which nodes a backward pass reports as needed"
+
+
+def test_variants_of_compiled_functions_can_be_allowed() -> None:
+    import torch._dynamo.config as config  # if this fails, adapt weft/models/kernel_internals.py
+
+    before = config.recompile_limit
+    internals.allow_variants(before + 1)
+    assert config.recompile_limit == before + 1
+    config.recompile_limit = before

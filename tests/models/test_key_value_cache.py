@@ -18,6 +18,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"family": "gpt2", "tied": False},
     "grouped queries and a window": {"kv_heads": 2, "window": 3, "window_layers": [1]},
     "latent attention": {"head_dim": 12, "rope_dim": 4, "latent": {"q_rank": 8, "kv_rank": 6, "v_dim": 8}},
+    "sinks and a window": {"kv_heads": 2, "window": 3, "window_layers": [1], "sinks": True},
     "experts": {"experts": {"count": 4, "top_k": 2, "capacity": 0.5}},
 }
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from helpers import parity
-from helpers.published import CONFIGS, VOCAB, save_random
+from helpers.published import CONFIGS, ENCODERS, VOCAB, save_random
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from weft.pretrained.registry import PRETRAINED
 from weft.training.export import ExportOptions, export_run, newest
 
 TOKENS = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))
-MIXTURES = {"mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"}
+MIXTURES = {"mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"}
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def logits_of(model: Any) -> Tensor:
 
 
 def test_every_family_is_tested() -> None:
-    assert {name.split()[0] for name in CONFIGS} == set(PRETRAINED.names())
+    assert {name.split()[0] for name in (*CONFIGS, *ENCODERS)} == set(PRETRAINED.names())
 
 
 @pytest.mark.parametrize("name", CONFIGS)

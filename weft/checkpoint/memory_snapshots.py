@@ -37,7 +37,7 @@ NEGLIGIBLE_COPY_S = 0.002
 AGREE_AFTER, AGREE_EVERY = KEEP + 2, 200
 """Steps after which the ranks agree on the interval between snapshots: once every file of the ring has been written
 (the first write takes longer), and then periodically."""
-LARGE_RING_BYTES = 1 << 28
+LARGE_RING_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
 """Size up to which the whole ring is allocated before the first copy. Of a larger ring, a CPU rank allocates one file
 for each of its first copies; a GPU rank allocates it in the background."""
 HIDDEN_SHARE = 0.9
@@ -193,7 +193,8 @@ class Snapshots:
             room = psutil.virtual_memory().available * MAX_MEMORY_SHARE / self.local_ranks
             room += len(self._slots) * table.size
             keep = min(self.keep, int(room // table.size))
-            if self.min_copies == 1 and self.keep * table.size > LARGE_RING_BYTES:
+            limit = LARGE_RING_BYTES[self.device.type]
+            if self.min_copies == 1 and self.keep * table.size > limit:
                 keep = min(keep, KEEP_ONE_RANK)
             if keep < self.min_copies:
                 self._slots = []
@@ -202,10 +203,10 @@ class Snapshots:
                     f"host memory and {room / 2**30:.2f} GiB may be used: faults are recovered from checkpoints on disk"
                 )
                 return
-            self._size, self._large = table.size, keep * table.size > LARGE_RING_BYTES
+            self._size, self._large = table.size, keep * table.size > limit
             if self._large and self.background and self._last is None and not self._continued:
                 return  # the first steps of a run compile and load; allocating gigabytes would slow them
-            if self.keep * table.size > LARGE_RING_BYTES:
+            if self.keep * table.size > limit:
                 self.summary = (
                     f"snapshots: {keep} of {table.size / 2**30:.2f} GiB in host memory for each rank, at most "
                     f"{room / 2**30:.2f} GiB ({MAX_MEMORY_SHARE:.0%} of what is free)"
@@ -214,7 +215,7 @@ class Snapshots:
             free = [path for i in range(self.keep) if (path := self._path(i)) not in taken]
             count = 1 if self._large and not self.background else keep - len(self._slots)
             last = len(self._slots) + count >= keep
-            self._allocator = SlotAllocator(table, free[:count], self.device, self.background, last)
+            self._allocator = SlotAllocator(table, free[:count], self.device, self.background and self._large, last)
         if self._allocator.is_alive():
             return
         allocator, self._allocator = self._allocator, None

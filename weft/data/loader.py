@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NamedTuple, Self
@@ -19,7 +19,9 @@ from weft.data.batch_shares import BatchShares, even_share, split_evenly
 from weft.data.dataset import Dataset, Sample
 from weft.data.epochs import epoch_len
 from weft.data.order import indices_of
+from weft.data.sample_workers import SampleWorkers, read_sample
 from weft.data.sampler import Ints
+from weft.data.tasks.task_records import Padding
 from weft.job.errors import JobError
 from weft.job.train import BatchRamp
 
@@ -48,13 +50,14 @@ class Loader:
     `shares` is set. Nothing depends on what was read before. A `ramp` gives early steps fewer samples; with
     `fixed_parts` they have as many microbatches as the others. `start_sample` is the k of start_step if earlier steps
     had another G. `pin` puts batches into pinned memory. With `drop_last` an epoch ends with its last whole batch.
+    `workers` processes read the samples, if any.
     """
 
     def __init__(
         self, dataset: Dataset, *, seed: int, global_batch: int, microbatch: int, dp_rank: int, dp_size: int,
         prefetch: int = 2, start_step: int = 0, start_sample: int | None = None, record: Path | None = None,
         pin: bool = False, shares: BatchShares | None = None, ramp: BatchRamp | None = None, fixed_parts: bool = False,
-        drop_last: bool = False,
+        drop_last: bool = False, workers: int = 0,
     ) -> None:  # fmt: skip
         self._dataset, self._seed, self._dp_rank = dataset, seed, dp_rank
         self._ramp = ramp or BatchRamp(global_batch)
@@ -69,6 +72,8 @@ class Loader:
         """Seconds spent waiting for data."""
         self._offset = 0 if start_sample is None else start_sample - self._ramp.samples_before(start_step)
         self._prefetch, self._pin = prefetch, pin
+        self._worker_count = workers
+        self._workers: SampleWorkers | None = None
         self._next_read = start_step
         self._record_path = record
         self._record: BinaryIO | None = None
@@ -84,6 +89,8 @@ class Loader:
 
     def __next__(self) -> list[Batch]:
         began = time.perf_counter()
+        if self._worker_count and self._workers is None and not self._closed:
+            self._workers = SampleWorkers(self._dataset, self._worker_count)
         step = self._take() if self._prefetch else self._read_now()
         if step.shares != self._shares(step.number):  # it was read before the shares changed
             step = self._read(step.number)
@@ -109,6 +116,8 @@ class Loader:
         if self._thread is not None:
             # the thread is a daemon, so a dataset that hangs in a read does not hang the end of the run
             self._thread.join(_CLOSE_SECONDS)
+        if self._workers is not None:
+            self._workers.close()
         if self._record is not None:
             self._flush_record()
             self._record.close()
@@ -162,7 +171,13 @@ class Loader:
 
     def _read(self, step: int) -> _Step:
         shares, first = self._shares(step), self._ramp.samples_before(step) + self._offset
-        ids, indices, batches = _read_shares(self._dataset, self._seed, first, shares, self._dp_rank, self._epoch_len)
+        ids, indices = _numbers(self._dataset, self._seed, first, shares, self._dp_rank, self._epoch_len)
+        parts = shares.slices(self._dp_rank)
+        batches = None
+        if self._workers is not None and (found := self._workers.read(ids, indices, parts, self._epoch_len, self._pin)):
+            batches = [{"ids": torch.from_numpy(ids[part].copy()), **b} for part, b in zip(parts, found, strict=True)]
+        if batches is None:
+            batches = read_samples(self._dataset, ids, indices, parts, self._epoch_len)
         if self._pin:
             batches = [{key: value.pin_memory() for key, value in batch.items()} for batch in batches]
         return _Step(step, shares, ids, indices, batches)
@@ -186,22 +201,17 @@ class Loader:
 
 def read_samples(dataset: Dataset, ids: Ints, indices: Ints, parts: list[slice], in_epoch: int) -> list[Batch]:
     """Training samples with these ids, in microbatches. An epoch has `in_epoch` ids."""
-    read: Callable[..., Sample] = dataset.train
-    if getattr(dataset, "takes_epoch", False):
-        samples = [read(int(i), int(k) // in_epoch) for k, i in zip(ids, indices, strict=True)]
-    else:
-        samples = [read(int(i)) for i in indices]
-    return [_stack(samples[part], ids[part]) for part in parts]
+    samples = [read_sample(dataset, int(k), int(i), in_epoch) for k, i in zip(ids, indices, strict=True)]
+    return [_stack(samples[part], ids[part], padding_of(dataset)) for part in parts]
 
 
-def _read_shares(
+def _numbers(
     dataset: Dataset, seed: int, first: int, shares: BatchShares, rank: int, in_epoch: int
-) -> tuple[Ints, Ints, list[Batch]]:
-    """A rank's share of the step whose first sample is the `first` of the run: ids, dataset indices, microbatches."""
+) -> tuple[Ints, Ints]:
+    """Ids and dataset indices of a rank's share of the step whose first sample is the `first` of the run."""
     first += shares.first(rank)
     ids = np.arange(first, first + shares.counts[rank], dtype=np.int64)
-    indices = indices_of(dataset, seed, ids, in_epoch)
-    return ids, indices, read_samples(dataset, ids, indices, shares.slices(rank), in_epoch)
+    return ids, indices_of(dataset, seed, ids, in_epoch)
 
 
 def read_share(
@@ -212,7 +222,8 @@ def read_share(
     samples read by earlier steps of other sizes, beyond what steps of this size would have read."""
     shares = BatchShares.even(global_batch, microbatch, dp_size)
     first = offset + step * global_batch
-    return _read_shares(dataset, seed, first, shares, dp_rank, dataset.train_len)[2]
+    ids, indices = _numbers(dataset, seed, first, shares, dp_rank, dataset.train_len)
+    return read_samples(dataset, ids, indices, shares.slices(dp_rank), dataset.train_len)
 
 
 def val_batches(
@@ -230,14 +241,31 @@ def val_batches(
         filler = _void(dataset.val(length - 1)) if ids[-1] >= length else {}
         samples = [dataset.val(int(i)) if i < length else filler for i in ids]
         ids = np.where(ids < length, ids, -1)
-        yield [_stack(samples[part], ids[part]) for part in shares.slices(dp_rank)]
+        yield [_stack(samples[part], ids[part], padding_of(dataset)) for part in shares.slices(dp_rank)]
 
 
 def _void(sample: Sample) -> Sample:
     return {**sample, "valid": np.zeros_like(sample["valid"])}
 
 
-def _stack(samples: Sequence[Sample], ids: Ints) -> Batch:
+def padding_of(dataset: Dataset) -> Padding | None:
+    """How the samples of a dataset are padded, if they have different lengths."""
+    found: Padding | None = getattr(dataset, "padding", None)
+    return found
+
+
+def padded_ids(key: str, arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """Integer inputs that differ in their last dim, such as the ids of a feature, filled up with -1."""
+    lengths = {a.shape[-1] if a.ndim else -1 for a in arrays}
+    if len(lengths) == 1 or -1 in lengths or not key.startswith("inputs/"):
+        return arrays
+    if not all(np.issubdtype(a.dtype, np.integer) for a in arrays):
+        return arrays
+    longest = max(lengths)
+    return [np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, longest - a.shape[-1])], constant_values=-1) for a in arrays]
+
+
+def _stack(samples: Sequence[Sample], ids: Ints, padding: Padding | None = None) -> Batch:
     """One microbatch: each array of the samples with a batch dim in front, and the samples' numbers."""
     batch: Batch = {"ids": torch.from_numpy(ids.copy())}
     keys = samples[0].keys()
@@ -246,6 +274,7 @@ def _stack(samples: Sequence[Sample], ids: Ints) -> Batch:
             raise JobError(f"samples {ids[0]} and {i} of a batch differ: {sorted(keys)} and {sorted(sample)}")
     for key in keys:
         arrays = [np.asarray(sample[key]) for sample in samples]
+        arrays = padded_ids(key, arrays) if padding is None else padding.pad(key, arrays)
         for i, array in zip(ids, arrays, strict=True):
             if array.shape != arrays[0].shape:
                 raise JobError(

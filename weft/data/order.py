@@ -55,7 +55,8 @@ class OrderedDataset:
         self.train_len, self.val_len = inner.train_len, inner.val_len
         self.train, self.val = inner.train, inner.val
         self.fingerprint = str(getattr(inner, "fingerprint", ""))
-        self.takes_epoch = bool(getattr(inner, "takes_epoch", False))
+        self.takes_epoch, self.decodes = (bool(getattr(inner, name, False)) for name in ("takes_epoch", "decodes"))
+        self.padding = getattr(inner, "padding", None)
 
     def sample_indices(self, seed: int, ids: Ints) -> Ints:
         """The indices of the run's samples with these numbers."""

@@ -9,11 +9,13 @@ import numpy as np
 
 from weft.job.data import ImageData
 from weft.job.errors import JobError
-from weft.job.schema import Job
+from weft.job.schema import Job, Model
 
 TRAIN_LEN, VAL_LEN = 1 << 20, 1024
 SYNTHETIC_SIDE = 224
 """Pixels on a side of synthetic images without data.images.size."""
+MAX_BAG = 4
+"""Ids in a bag of a table with pooling mean."""
 _TEACHER_WIDTH = 64
 _VAL, _TEACHER = 1 << 62, 1 << 63
 
@@ -25,11 +27,15 @@ def open_synthetic(job: Job) -> SyntheticDataset:
         return Regression(seed, _given(model.dim, "dim"))
     if model.is_classifier:
         return Images(seed, job.data.seq_len, model.patch_dim, _given(model.vocab, "vocab"))
+    if model.tables:
+        return Interactions(seed, model)
     if model.module and (model.family or job.data.images is not None):
         options = job.data.images or ImageData()
         classes = int(model.args.get("classes") or _given(model.vocab, "vocab"))
         side = options.size or SYNTHETIC_SIDE
         return SyntheticPictures(seed, (options.channels or model.channels or 3, side, side), classes)
+    if model.classes:
+        return RandomLabels(seed, job.data.seq_len, _given(model.vocab, "vocab"), model.classes)
     return RandomTokens(seed, job.data.seq_len, _given(model.vocab, "vocab"), job.data.mask_documents)
 
 
@@ -78,6 +84,20 @@ class RandomTokens(SyntheticDataset):
         return sample
 
 
+class RandomLabels(SyntheticDataset):
+    """Tokens drawn uniformly from the vocabulary, of which one in four is that of the label."""
+
+    def __init__(self, seed: int, seq_len: int, vocab: int, classes: int) -> None:
+        super().__init__(seed)
+        self._seq_len, self._vocab, self._classes = seq_len, vocab, classes
+
+    def _sample(self, random: np.random.Generator) -> dict[str, np.ndarray]:
+        target = random.integers(0, self._classes, dtype=np.int64)
+        tokens = random.integers(0, self._vocab, size=self._seq_len, dtype=np.int64)
+        tokens[random.random(self._seq_len) < 0.25] = target % self._vocab
+        return {"inputs": tokens, "targets": np.asarray(target), "valid": np.ones((), dtype=np.bool_)}
+
+
 class Regression(SyntheticDataset):
     """Normal vectors, and the output of a fixed random network of two layers for them."""
 
@@ -107,6 +127,29 @@ class SyntheticPictures(SyntheticDataset):
         target = random.integers(0, len(self._colours), dtype=np.int64)
         inputs = random.standard_normal(self._shape, dtype=np.float32) + self._colours[target]
         return {"inputs": inputs, "targets": np.asarray(target), "valid": np.ones((), dtype=np.bool_)}
+
+
+class Interactions(SyntheticDataset):
+    """Ids with a few that are frequent, dense features, and a label that depends on both."""
+
+    def __init__(self, seed: int, model: Model) -> None:
+        super().__init__(seed)
+        self._dense, self._tables = model.dense_features, model.tables
+        self._signs = self._random(_TEACHER).standard_normal((len(model.tables), _TEACHER_WIDTH), dtype=np.float32)
+
+    def _sample(self, random: np.random.Generator) -> dict[str, np.ndarray]:
+        score, sample = np.float32(0), {}
+        for table, signs in zip(self._tables, self._signs, strict=True):
+            for key in table.keys:
+                length = int(random.integers(1, MAX_BAG + 1)) if table.pooling == "mean" else 1
+                ids = (table.rows * random.random(length) ** 3).astype(np.int64)  # most of them are small
+                sample[f"inputs/{key}"] = ids if table.pooling == "mean" else ids[0]
+                score += signs[ids % _TEACHER_WIDTH].mean()
+        if self._dense:
+            dense = random.standard_normal(self._dense, dtype=np.float32)
+            sample["inputs/dense"] = dense
+            score += dense.sum() / np.float32(self._dense**0.5)
+        return {**sample, "targets": np.asarray(score > 0, np.float32), "valid": np.ones((), dtype=np.bool_)}
 
 
 class Images(SyntheticDataset):

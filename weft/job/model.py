@@ -8,11 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from weft.job.lora import Lora
+from weft.job.model_parts.lora import Lora
+from weft.job.model_parts.tables import EmbeddingTable, TableOptim
 from weft.job.registry import NameIn, Registry, did_you_mean, listed
 from weft.job.section import Section
 
-Structure = Literal["decoder", "classifier", "stack", "module"]
+Structure = Literal["decoder", "encoder", "encoder_decoder", "classifier", "stack", "module"]
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,11 @@ class Family:
     build: str
     """`module:function` that takes the resolved Model section and returns an nn.Module, called on the meta device."""
     structure: Structure
-    """decoder: tokens, blocks of attention and feed-forward, logits for each token. classifier: image patches, the same
-    blocks, one label a sample. stack: vectors and square linear layers. The planner counts, splits and prices by it.
-    module: a module that trains as your own would, by replicas and shards."""
+    """decoder: tokens, blocks of attention and feed-forward, logits for each token. encoder: the same with attention to
+    both sides, for masked tokens or one label a sample. encoder_decoder: blocks of an encoder, then blocks of a decoder
+    that also attends to its output. classifier: image patches, blocks of an encoder, one label a sample. stack: vectors
+    and square linear layers. The planner counts, splits and prices by it. module: a module that trains as your own
+    would, by replicas and shards."""
     defaults: Mapping[str, Any]
     """Fields of `model` that neither the job nor a shape gives."""
     weights: Callable[[Model, bool, int, int, bool, bool], Iterable[Any]] | None = None
@@ -34,11 +37,14 @@ class Family:
 
     args: str | None = None
     """Of a module: `module:function` that takes the sections model and data and returns the constructor's arguments."""
+    has_tables: bool = False
+    """Whether it has embedding tables (model.tables)."""
 
     @property
     def needed(self) -> tuple[str, ...]:
         """Fields that a job or a shape must give."""
-        return {"stack": ("dim", "layers"), "module": ("layers",)}.get(self.structure, ("dim", "layers", "heads"))
+        needed = {"stack": ("dim", "layers"), "module": ("tables",) if self.has_tables else ("layers",)}
+        return needed.get(self.structure, ("dim", "layers", "heads"))
 
 
 FAMILIES: Registry[Family] = Registry("model.family", "weft.models.families")
@@ -92,7 +98,7 @@ class Latent(Section):
 
 
 class Experts(Section):
-    """Mixture of experts: feed-forward networks of which each token uses a few. Experts and router have no biases."""
+    """Mixture of experts: feed-forward networks of which each token uses a few."""
 
     count: int = Field(8, ge=1, le=65_536)
     """Routed experts in each block."""
@@ -108,6 +114,8 @@ class Experts(Section):
     """Multiply the output of the shared experts by the sigmoid of a learned score of the token."""
     first_dense: int = Field(0, ge=0, le=10_000)
     """Number of blocks at the start with a dense feed-forward layer of width model.ffn instead of experts."""
+    biases: bool = False
+    """Use biases in the routed experts and the router."""
     groups: int = Field(1, ge=1, le=65_536)
     """Groups of experts; a token is routed to experts of at most top_groups groups, which limits the nodes it is sent
     to."""
@@ -213,8 +221,8 @@ class Model(Section):
     """Statistics of batch norms in training: over the samples of all replicas, as one process would compute them, or of
     each rank's own samples."""
     family: Annotated[str, NameIn(FAMILIES)] | None = None
-    """gpt2 and llama (decoder-only), vit (an encoder of image patches), resnet (convolutions), mlp (the deep MLP of the
-    lessons)."""
+    """gpt2 and llama (decoder-only), bert (encoder-only), vit (an encoder of image patches), resnet (convolutions),
+    dlrm and two_tower (recommenders), mlp (the deep MLP of the lessons)."""
     dim: int | None = Field(None, ge=1, le=2**20)
     """Width of the residual stream."""
     layers: int | None = Field(None, ge=1, le=10_000)
@@ -233,13 +241,19 @@ class Model(Section):
     """Hidden width of the feed-forward layer. Default: 4 × dim (gpt2), 8/3 × dim rounded up to a multiple of 64
     (llama)."""
     vocab: int | None = Field(None, ge=1, le=2**27)
-    """Vocabulary size; for vit and resnet, the number of classes. Default: the tokenizer's."""
+    """Vocabulary size; for vit and resnet, the number of classes. Default: the tokenizer's; for bert one more if it has
+    no mask token."""
+    classes: int | None = Field(None, ge=2, le=2**27)
+    """Labels of sequence classification (bert). Default: none, which trains a masked language model."""
+    token_types: int | None = Field(None, ge=1, le=2**20)
+    """Kinds of tokens with a learned embedding each, such as first and second sentence (bert)."""
     max_len: int | None = Field(None, ge=1, le=2**31)
     """Longest sequence of a model with learned positions. Default: data.seq_len."""
     norm: Literal["layernorm", "rmsnorm", "rmsnorm_offset"] | None = None
     """Normalisation; the weights of rmsnorm_offset are differences from 1."""
-    norm_at: Literal["input", "output", "both"] | None = None
-    """Normalise the inputs of attention and feed-forward, their outputs, or both. Default: input."""
+    norm_at: Literal["input", "output", "both", "residual"] | None = None
+    """Normalise the inputs of attention and feed-forward, their outputs, both, or the residual stream after each
+    (post-norm). Default: input."""
     norm_eps: float | None = Field(None, gt=0)
     """Epsilon added to the variance in the norm."""
     positions: Literal["learned", "rope"] | None = None
@@ -262,9 +276,14 @@ class Model(Section):
     """Scale of the attention scores. Default: 1 / √head_dim."""
     embedding_scale: float | None = Field(None, gt=0)
     """Factor on the token embedding. Default: 1."""
-    activation: Literal["gelu", "gelu_exact", "swiglu", "geglu"] | None = None
-    """Activation of the feed-forward layer: gelu (tanh approximation), gelu_exact, or a product of two linear layers of
-    which one goes through SiLU (swiglu) or GELU (geglu)."""
+    activation: Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu", "swiglu_clamped"] | None = None
+    """Activation of the feed-forward layer: gelu (tanh approximation), gelu_exact, relu, or a product of two linear
+    layers of which one goes through SiLU (swiglu) or GELU (geglu). swiglu_clamped limits both and adds 1 to the
+    other."""
+    swiglu_limit: float | None = Field(None, gt=0)
+    """Largest value of the gate, and of the size of the other layer's values (swiglu_clamped). Default: 7."""
+    swiglu_alpha: float | None = Field(None, gt=0)
+    """Factor on the gate inside the sigmoid (swiglu_clamped). Default: 1.702."""
     parallel_residual: bool | None = None
     """Compute attention and feed-forward from the same input, and add both to it."""
     tied: bool | None = None
@@ -279,6 +298,8 @@ class Model(Section):
     """Use biases in feed-forward layers. Default: as bias."""
     qk_norm: bool | Literal["all"] | None = None
     """Normalise queries and keys before attention: those of each head (true), or of all heads together (all)."""
+    sinks: bool | None = None
+    """Give each head a learned score that takes part in the softmax of its attention and has no value (gpt-oss)."""
     causal: bool | None = None
     """Causal attention: a token attends only to itself and earlier tokens."""
     experts: Experts | None = None
@@ -286,6 +307,16 @@ class Model(Section):
     dropout: float | None = Field(None, ge=0, lt=1)
     """Dropout probability after the embedding, attention and feed-forward layers; the masks are the same in every
     layout."""
+    tables: tuple[EmbeddingTable, ...] = ()
+    """Embedding tables of a recommender (dlrm, two_tower)."""
+    table_optim: TableOptim = TableOptim()
+    """The optimizer of the tables."""
+    dense_features: int = Field(0, ge=0, le=65_536)
+    """Numbers in `dense` of a sample (dlrm, two_tower)."""
+    bottom: tuple[int, ...] = ()
+    """Widths of the hidden layers below the interaction (dlrm: of dense features; two_tower: of each tower)."""
+    top: tuple[int, ...] = ()
+    """Widths of the hidden layers above the interaction (dlrm)."""
     lora: Lora | None = None
     """Train low-rank adapters of the linear layers, and freeze the model's own weights."""
 
@@ -301,6 +332,16 @@ class Model(Section):
             raise ValueError("must name at least one loss")
         return check_loss(value) if isinstance(value, str) else value
 
+    @field_validator("tables")
+    @classmethod
+    def _distinct_tables(cls, value: tuple[EmbeddingTable, ...]) -> tuple[EmbeddingTable, ...]:
+        for names in ([t.name for t in value], [key for t in value for key in t.keys]):
+            if twice := [n for i, n in enumerate(names) if n in names[:i]]:
+                raise ValueError(f"must not name {twice[0]!r} twice")
+        if any(key == "dense" for t in value for key in t.keys):
+            raise ValueError("must not name a feature dense, which holds the dense features")
+        return value
+
     @property
     def patch_dim(self) -> int:
         """Values in one image patch."""
@@ -312,7 +353,7 @@ class Model(Section):
     @property
     def gated(self) -> bool:
         """Whether the feed-forward layer is a product of two linear layers."""
-        return self.activation in ("swiglu", "geglu")
+        return self.activation in ("swiglu", "geglu", "swiglu_clamped")
 
     @property
     def biases(self) -> tuple[bool, bool, bool]:
@@ -331,9 +372,29 @@ class Model(Section):
         return self._is("decoder")
 
     @property
+    def is_encoder(self) -> bool:
+        """Whether it is an encoder of tokens of Weft's own."""
+        return self._is("encoder")
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether it is a model of Weft's own that takes tokens."""
+        return self.is_decoder or self.is_encoder
+
+    @property
     def is_classifier(self) -> bool:
         """Whether it takes image patches and gives one label a sample."""
         return self._is("classifier")
+
+    @property
+    def labels_samples(self) -> bool:
+        """Whether it gives one label a sample, not one a token."""
+        return self.is_classifier or self.classes is not None
+
+    @property
+    def outputs(self) -> int:
+        """Logits of one target: the labels, or the vocabulary."""
+        return self.classes or self.vocab or 0
 
     @property
     def is_stack(self) -> bool:

@@ -13,6 +13,7 @@ from weft.job.fp8 import Fp8
 from weft.job.launch_settings import KubernetesOptions, MpiOptions, Queue, RayOptions, SlurmOptions, SshOptions
 from weft.job.memory import Memory
 from weft.job.model import Experts, Latent, Model, RopeScaling
+from weft.job.model_parts.tables import EmbeddingTable, TableOptim
 from weft.job.optim import Optim
 from weft.job.parallel import Parallel
 from weft.job.registry import MODULE_NAME
@@ -23,10 +24,36 @@ from weft.job.train import Train
 from weft.job.watch import TracedSteps, Watch
 
 __all__ = [
-    "Checkpoint", "Cluster", "Comm", "Data", "DeviceGroup", "Experts", "Failures", "Fp8", "Job", "KubernetesOptions",
-    "Latent", "Memory", "Model", "MpiOptions", "Optim", "Parallel", "Queue", "RayOptions",
-    "Resilience", "RopeScaling", "Section",
-    "SlurmOptions", "SshOptions", "Sync", "TopologyLevel", "TracedSteps", "Train", "Watch",
+    "Checkpoint",
+    "Cluster",
+    "Comm",
+    "Data",
+    "DeviceGroup",
+    "EmbeddingTable",
+    "Experts",
+    "Failures",
+    "Fp8",
+    "Job",
+    "KubernetesOptions",
+    "Latent",
+    "Memory",
+    "Model",
+    "MpiOptions",
+    "Optim",
+    "Parallel",
+    "Queue",
+    "RayOptions",
+    "Resilience",
+    "RopeScaling",
+    "Section",
+    "SlurmOptions",
+    "SshOptions",
+    "Sync",
+    "TableOptim",
+    "TopologyLevel",
+    "TracedSteps",
+    "Train",
+    "Watch",
 ]  # fmt: skip
 
 

@@ -51,22 +51,30 @@ class TokenInfo(NamedTuple):
     """Cosine and sine in blocks with a sliding window, where they differ."""
     window: int | None = None
     """Sliding window of this block: each token attends to so many, itself included."""
+    sinks: Tensor | None = None
+    """The scores of this block's attention sinks [heads]."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, info: TokenInfo) -> Tensor:
     """All tokens on this device. q [batch, seq, heads, head_dim], k and v of as many heads or fewer."""
-    window = info.window if info.window is not None and info.window < q.shape[1] else None
-    if info.docs is None and window is None and _suits_cudnn(q):
+    mask = attention_mask(q, causal, info)
+    if mask is None and _suits_cudnn(q):
         return _cudnn(q, k, v, causal)
-    mask = None if info.docs is None else document_mask(info.docs, info.docs, causal)
-    if window is not None:
-        near = window_mask(q.shape[1], window, q.device)
-        mask = near if mask is None else mask & near
     y = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
         attn_mask=mask, is_causal=causal and mask is None, enable_gqa=q.shape[2] != k.shape[2],
     )  # fmt: skip
     return y.transpose(1, 2)
+
+
+def attention_mask(q: Tensor, causal: bool, info: TokenInfo) -> Tensor | None:
+    """True where a token may attend, by documents and a window shorter than the sequence; None where neither limits
+    it."""
+    mask = None if info.docs is None else document_mask(info.docs, info.docs, causal)
+    if info.window is None or info.window >= q.shape[1]:
+        return mask
+    near = window_mask(q.shape[1], info.window, q.device)
+    return near if mask is None else mask & near
 
 
 def _suits_cudnn(q: Tensor) -> bool:

@@ -8,11 +8,16 @@ from torch import Tensor, nn
 
 from weft.job.schema import Model
 from weft.models.attention import TokenInfo, attention
+from weft.models.attention_sinks import AttentionSinks, attention_with_sinks
 from weft.models.norms import WideRMSNorm, make_qk_norm
 from weft.models.rope import rotate
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, bool, TokenInfo], Tensor]
 """Attention of queries, keys and values [batch, seq, heads, head_dim], causal or not."""
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, info: TokenInfo) -> Tensor:
+    return (attention if info.sinks is None else attention_with_sinks)(q, k, v, causal, info)
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -30,7 +35,7 @@ class Attention(nn.Module):
     replaces `store`, which returns what it is given with that of earlier tokens before it, and `core`.
     """
 
-    core: AttentionFunction = staticmethod(attention)
+    core: AttentionFunction = staticmethod(_attention)
     enter: Callable[[Tensor], Tensor] = staticmethod(_unchanged)
     store: Callable[..., tuple[Tensor, ...]] = staticmethod(_only_new)
 
@@ -43,6 +48,7 @@ class Attention(nn.Module):
         self.k = nn.Linear(m.dim, m.kv_heads * m.head_dim, bias=bias)
         self.v = nn.Linear(m.dim, m.kv_heads * m.head_dim, bias=bias)
         self.o = nn.Linear(m.heads * m.head_dim, m.dim, bias=out_bias)
+        self.sinks = AttentionSinks(m.heads) if m.sinks else None
         self.q_norm, self.k_norm = make_qk_norm(m, m.heads), make_qk_norm(m, m.kv_heads)
 
     def set_options(self, m: Model, index: int) -> None:
@@ -73,8 +79,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, info: TokenInfo) -> Tensor:
         q, k, v = self.project(x, info)
-        y = self.core(q, k, v, self.causal, info if self.window is None else info._replace(window=self.window))
-        return self.output(y)
+        if self.window is not None:
+            info = info._replace(window=self.window)
+        if self.sinks is not None:
+            info = info._replace(sinks=self.sinks())
+        return self.output(self.core(q, k, v, self.causal, info))
 
     def output(self, y: Tensor) -> Tensor:
         """The output layer, from the output of the core [batch, seq, heads, head_dim]."""

@@ -54,7 +54,7 @@ def logits(module: nn.Module, batch: dict[str, Tensor], *, seed: int = 0, dtype:
 
 def _arguments(batch: dict[str, Tensor], seed: int, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
     inputs = batch["inputs"]
-    extras: dict[str, Any] = {k: batch[k] for k in ("docs", "positions", "rows") if k in batch}
+    extras: dict[str, Any] = {k: batch[k] for k in ("docs", "positions", "rows", "types") if k in batch}
     if "length" in batch:
         extras["length"] = int(batch["length"])
     inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs

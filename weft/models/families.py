@@ -21,6 +21,14 @@ for entry in (
         ),
     ),
     Family(
+        "bert", "BERT: an encoder with learned positions, token types and layer norm after each addition.",
+        "weft.models.transformer:Transformer", "encoder",
+        dict(
+            norm="layernorm", norm_eps=1e-12, norm_at="residual", positions="learned", activation="gelu_exact",
+            tied=True, bias=True, qk_norm=False, causal=False, dropout=0.0, rope_theta=10_000.0, token_types=2,
+        ),
+    ),
+    Family(
         "vit", "An encoder of image patches.", "weft.models.transformer:Transformer", "classifier",
         dict(
             norm="layernorm", norm_eps=1e-6, positions="learned", activation="gelu", tied=False, bias=True,
@@ -30,6 +38,16 @@ for entry in (
     Family(
         "resnet", "ResNet of 18, 34, 50, 101 or 152 layers.", "weft.models.vision.resnet:ResNet", "module", {},
         args="weft.models.vision.resnet_depths:resnet_args",
+    ),
+    Family(
+        "dlrm", "DLRM: embedding tables, dense features and their dot products.", "weft.models.recommend.dlrm:DLRM",
+        "module", dict(loss="bce", dim=16, bottom=(64,), top=(64,)), args="weft.models.recommend.arguments:dlrm_args",
+        has_tables=True,
+    ),
+    Family(
+        "two_tower", "Two towers, of users and of items, and the dot product of their outputs.",
+        "weft.models.recommend.two_tower:TwoTower", "module", dict(loss="bce", dim=16, bottom=(64,)),
+        args="weft.models.recommend.arguments:two_tower_args", has_tables=True,
     ),
     Family("mlp", "The deep MLP of the lessons.", "weft.models.mlp:DeepMLP", "stack", dict(bias=True, dropout=0.0)),
 ):  # fmt: skip

@@ -50,6 +50,27 @@ class _Product(torch.autograd.Function):
         return dx, dw, None
 
 
+def add_bias(x: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
+    """Each row and its expert's bias: x [rows, out], bias [experts, out], counts [experts]."""
+    out: Tensor = _AddBias.apply(x, bias, counts)
+    return out
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
+        ids = torch.repeat_interleave(counts, output_size=len(x))
+        ctx.save_for_backward(ids)
+        ctx.experts = len(bias)
+        return x + bias.index_select(0, ids)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,) = ctx.saved_tensors
+        own = (torch.arange(ctx.experts, device=ids.device).unsqueeze(1) == ids).to(grads[0].dtype)  # [experts, rows]
+        return grads[0], own @ grads[0], None
+
+
 def known(counts: Tensor, total: int) -> list[int]:
     """Counts [n] as Python numbers. Fake tensors have no values: `total` is then divided evenly."""
     if is_fake(counts):

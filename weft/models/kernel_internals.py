@@ -40,3 +40,10 @@ def hash_triton() -> None:
         from triton.runtime.cache import triton_key
 
         triton_key()
+
+
+def allow_variants(count: int) -> None:
+    """Let torch.compile keep this many variants of a function, such as the blocks of a ResNet with other shapes."""
+    import torch._dynamo.config as config
+
+    config.recompile_limit = max(config.recompile_limit, count)

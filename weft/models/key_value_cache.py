@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from weft.models.attention import TokenInfo
 from weft.models.attention_layer import Attention
+from weft.models.attention_sinks import masked_attention
 from weft.models.transformer import Transformer
 
 
@@ -66,6 +67,8 @@ class KeyValueCache:
         distance = info.rows.unsqueeze(1) - keys
         seen = distance >= 0 if info.window is None else (distance >= 0) & (distance < info.window)
         mask = seen & (keys >= self.pads.view(-1, 1, 1)) | (distance == 0)  # padding sees itself: no row is empty
+        if info.sinks is not None:
+            return masked_attention(q, k, v, mask.unsqueeze(1), info.sinks)
         y = F.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask.unsqueeze(1),
             enable_gqa=q.shape[2] != k.shape[2],

@@ -25,7 +25,7 @@ class LatentAttention(Attention):
         assert latent and m.dim and m.heads and m.head_dim and m.rope_dim
         self.set_options(m, index)
         self.rope_dim, self.kv_rank, self.v_dim = m.rope_dim, latent.kv_rank, latent.v_dim
-        self.k = self.v = self.q_norm = self.k_norm = None  # type: ignore[assignment]
+        self.k = self.v = self.q_norm = self.k_norm = self.sinks = None  # type: ignore[assignment]
         width = m.heads * m.head_dim
         if latent.q_rank is None:
             self.q, self.q_a, self.q_a_norm, self.q_b = nn.Linear(m.dim, width, bias=False), None, None, None

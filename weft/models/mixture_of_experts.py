@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from weft.comm.shards import local_of
 from weft.job.schema import Experts, Model
 from weft.models.attention import TokenInfo
-from weft.models.feedforward import ACTIVATIONS, FeedForward
-from weft.models.grouped import dispatch, gather_weighted, product
+from weft.models.feedforward import Activation, FeedForward, gated, make_activation
+from weft.models.grouped import add_bias, dispatch, gather_weighted, product
 
 AUX_WEIGHT = {"aux": 0.01, "bias": 0.0, "none": 0.0}
 """Weight of the auxiliary loss where the job gives none."""
@@ -40,28 +40,24 @@ while the weights are gathered."""
 class Router(nn.Module):
     """A score for each expert, always in fp32, so that rounding does not change the routing."""
 
-    def __init__(self, dim: int, count: int):
+    def __init__(self, dim: int, count: int, bias: bool):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(count, dim))
+        self.bias = nn.Parameter(torch.empty(count)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x.float(), self.weight.float())
+        return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
 
 class ExpertMatrices(nn.Module):
-    """One matrix per expert: [experts of this rank, outputs, inputs]. `first` is the index of the first."""
+    """One matrix per expert: [experts of this rank, outputs, inputs], and one bias [experts of this rank, outputs].
+    `first` is the index of the first."""
 
-    def __init__(self, count: int, outputs: int, inputs: int):
+    def __init__(self, count: int, outputs: int, inputs: int, bias: bool):
         super().__init__()
         self.first = 0
         self.weight = nn.Parameter(torch.empty(count, outputs, inputs))
-
-
-Activation = Callable[[Tensor], Tensor]
-
-
-def gated(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
-    return activation(gate) * up
+        self.bias = nn.Parameter(torch.empty(count, outputs)) if bias else None
 
 
 class ExpertFeedForward(nn.Module):
@@ -72,24 +68,32 @@ class ExpertFeedForward(nn.Module):
 
     def __init__(self, m: Model, e: Experts):
         super().__init__()
-        assert m.dim and e.ffn and m.activation
-        self.activation = ACTIVATIONS[m.activation]
-        self.gate = ExpertMatrices(e.count, e.ffn, m.dim) if m.gated else None
-        self.up = ExpertMatrices(e.count, e.ffn, m.dim)
-        self.down = ExpertMatrices(e.count, m.dim, e.ffn)
+        assert m.dim and e.ffn
+        self.activation = make_activation(m)
+        self.gate = ExpertMatrices(e.count, e.ffn, m.dim, e.biases) if m.gated else None
+        self.up = ExpertMatrices(e.count, e.ffn, m.dim, e.biases)
+        self.down = ExpertMatrices(e.count, m.dim, e.ffn, e.biases)
 
     def forward(self, x: Tensor, counts: Tensor, compute: ExpertCompute | None = None) -> Tensor:
         # x [rows, dim]; counts [experts of this rank], and their sum is the number of rows
-        matrices = tuple(None if s is None else local_of(s.weight) for s in (self.gate, self.up, self.down))
+        layers = (self.gate, self.up, self.down)
+        held = [None if s is None else s.weight for s in layers] + [None if s is None else s.bias for s in layers]
+        matrices = tuple(None if p is None else local_of(p) for p in held)
         return self.through(matrices, x, counts) if compute is None else compute(self.through, matrices, x, counts)
 
     def through(self, matrices: tuple[Tensor | None, ...], x: Tensor, counts: Tensor) -> Tensor:
-        """Apply experts with these gate (or None), up and down matrices."""
-        gate, up, down = matrices
+        """Apply experts with these gate (or None), up and down matrices, and their biases (or None)."""
+        gate, up, down, *biases = matrices
         assert up is not None and down is not None
-        made = product(x, up, counts)
-        hidden = self.activation(made) if gate is None else self.join(self.activation, product(x, gate, counts), made)
-        return product(hidden, down, counts)
+
+        def through(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            made = product(x, weight, counts)
+            return made if bias is None else add_bias(made, bias, counts)
+
+        made = through(x, up, biases[1])
+        gates = None if gate is None else through(x, gate, biases[0])
+        hidden = self.activation(made) if gates is None else self.join(self.activation, gates, made)
+        return through(hidden, down, biases[2])
 
 
 class ExpertLayout:
@@ -156,7 +160,7 @@ class MixtureOfExperts(nn.Module):
         e = m.experts
         assert m.dim and e and e.ffn
         self.options, self.layout = e, ExpertLayout()
-        self.router = Router(m.dim, e.count)
+        self.router = Router(m.dim, e.count, e.biases)
         self.experts = ExpertFeedForward(m, e)
         wide = m.model_copy(update={"ffn": e.shared_width, "bias": False, "mlp_bias": False})
         self.shared = FeedForward(wide) if e.shared else None

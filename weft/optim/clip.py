@@ -12,8 +12,8 @@ from weft.comm.shards import local_of
 from weft.mesh import Mesh
 
 
-def grad_norm(grad_params: Iterable[Tensor], mesh: Mesh) -> Tensor:
-    """The 2-norm of all gradients, with the same bits on every rank.
+def grad_norm(grad_params: Iterable[Tensor], mesh: Mesh, squares: Tensor | None = None) -> Tensor:
+    """The 2-norm of all gradients, with the same bits on every rank. `squares` is the sum of squares of further ones.
 
     Of the ranks that hold the same shard one counts it: replicas that each computed the norm could differ in its last
     bit, and then in every weight.
@@ -22,6 +22,8 @@ def grad_norm(grad_params: Iterable[Tensor], mesh: Mesh) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if counted:
         total += foreach_norm(counted).double().square().sum()
+    if squares is not None:
+        total += squares
     return mesh.sum_over_model(total).sqrt().float()
 
 

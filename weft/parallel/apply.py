@@ -19,6 +19,7 @@ from weft.job.errors import JobError
 from weft.memory import HostOffload, recompute, recomputed_units, run_in_chunks
 from weft.mesh import Mesh, ranks_of_a_node
 from weft.models.init import initialise
+from weft.models.kernel_internals import allow_variants
 from weft.models.vision.batch_norm import connect_batch_norms
 from weft.parallel.context.attention import Context, split_context
 from weft.parallel.context.sequence_split import SequenceSplit
@@ -37,6 +38,7 @@ from weft.parallel.expert.load import ExpertLoad
 from weft.parallel.fp8 import DelayedScales, check_skip, recipe_of, use_fp8, use_fp8_head
 from weft.parallel.pipeline.executor import Pipelined
 from weft.parallel.spread_model import SpreadModel
+from weft.parallel.tables.sharded_tables import spread_tables
 from weft.parallel.tensor import TensorSplit, split_tensors
 from weft.planner.plan import Plan
 from weft.planner.schedules.registry import make_schedule
@@ -58,12 +60,13 @@ def parallelize(
         worker = BackgroundWorker(mesh.device, synchronous=axis.name == "cp" or dist.get_backend(axis.group) == "fake")
     recomputed = recomputed_units(list(find_units(model)), plan.recompute)
     check_skip(model, plan)
+    tables = spread_tables(model, mesh, plan, seed)
     load = ExpertLoad(model, mesh.device, mesh.everyone, plan.ep)
     if pp is None:
         summed = plan.accumulation > 1 or not bare_gradients
         spread_model = spread_stage(model, mesh, plan, seed, recomputed, summed, worker)
         load.watch(spread_model.module)
-        return replace(spread_model, load=load)
+        return replace(spread_model, load=load, tables=tables)
     schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)
     stages = {}
     for index in schedule.stages_of(pp.rank):
@@ -115,6 +118,8 @@ def spread_stage(
             if plan.compile:
                 compile_around(modules)
                 compile_parts(unit, ("forward",))
+        elif plan.compile:
+            compile_parts(unit, getattr(model, "compiled", ()))
         if sharded:
             _refuse_scalars(unit)
             shard_experts(modules, mesh, plan, dtype)
@@ -171,8 +176,13 @@ def compressor_of(
     )
 
 
+MAX_VARIANTS = 64
+"""Shapes and modes for which torch.compile makes code of its own, before it stops to compile a function."""
+
+
 def compile_parts(unit: nn.Module, parts: tuple[str, ...], backend: str = "inductor") -> None:
     """Compile these methods of a unit, without its hooks. Units of one class share the compiled code."""
+    allow_variants(MAX_VARIANTS)
     for part in parts:
         setattr(unit, part, torch.compile(getattr(unit, part), dynamic=False, backend=backend))
 

@@ -15,9 +15,9 @@ from weft.job.errors import JobError, MachineError
 from weft.mesh import Mesh
 from weft.models.attention_layer import Attention
 from weft.models.feedforward import FeedForward
-from weft.models.fp8_gated import Fp8FeedForward, fuse_gated
-from weft.models.fp8_head import Fp8HeadProducts
-from weft.models.fp8_linear import AmaxHistory, Fp8Layer, Fp8Linear, Fp8Recipe
+from weft.models.fp8.fp8_gated import Fp8FeedForward, fuse_gated
+from weft.models.fp8.fp8_head import Fp8HeadProducts
+from weft.models.fp8.fp8_linear import AmaxHistory, Fp8Layer, Fp8Linear, Fp8Recipe
 from weft.models.lora import AdaptedLinear, Adapter
 from weft.models.transformer import Head
 from weft.parallel.tensor import ColumnLinear, RowLinear

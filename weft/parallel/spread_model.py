@@ -15,6 +15,7 @@ from weft.parallel.data.compression import Compressor
 from weft.parallel.data.data_parallel import Replicas, Shards, nothing
 from weft.parallel.expert.load import ExpertLoad
 from weft.parallel.fp8 import DelayedScales
+from weft.parallel.tables.sharded_tables import ShardedTables
 
 Batch = dict[str, Tensor]
 
@@ -45,6 +46,8 @@ class SpreadModel:
     """The amax history of fp8 layers."""
     load: ExpertLoad | None = None
     """The experts' load; None in a stage of a pipeline, which has its own."""
+    tables: ShardedTables | None = None
+    """Embedding tables, which are not among the parameters."""
 
     @property
     def master_params(self) -> dict[str, Tensor]:
@@ -134,6 +137,8 @@ class SpreadModel:
             self._sum_over_tp(self.tp)
         if self.load is not None:
             self.load.gather()
+        if self.tables is not None:
+            self.tables.finish()
 
     def _sum_over_tp(self, tp: Axis) -> None:
         """Make the gradients of weights that tp does not shard complete, and equal on its ranks."""
@@ -148,6 +153,8 @@ class SpreadModel:
 
     def zero_grad(self) -> None:
         self.data.zero_grad()
+        if self.tables is not None:
+            self.tables.zero_grad()
 
     def after_step(self, taken: bool | Tensor = True) -> None:
         """Call after a step: updates fp8 scales, routers and residuals, if it was taken."""

@@ -14,6 +14,7 @@ from weft.planner.number_format import human_count
 from weft.planner.plan import Plan
 from weft.planner.schedules.gantt import gantt_text
 from weft.planner.schedules.stage_costs import simulated
+from weft.planner.table_placement import table_lines
 
 MEMORY_LABELS = {
     "states_gib": "states", "gathered_gib": "communication", "activations_gib": "activations", "runtime_gib": "runtime",
@@ -47,6 +48,7 @@ def describe_plan(job: Job, plan: Plan) -> str:
         ("recompute", _recompute(job, plan)),
         *_fp8_rows(job, plan),
         *_home_rows(plan),
+        *(("tables" if i == 0 else "", line) for i, line in enumerate(table_lines(plan))),
     ]
     if plan.predicted:
         p = plan.predicted

@@ -32,6 +32,7 @@ from weft.planner.search.choose import plan_space, search_layout
 from weft.planner.search.search import LayoutSearch, SearchResult
 from weft.planner.search.space import MAX_MICROBATCH_TOKENS
 from weft.planner.sync import default_layout
+from weft.planner.table_placement import with_tables
 from weft.planner.time.buckets import bucket_mb
 from weft.planner.time.context import choose_style, rings
 from weft.planner.time.traffic import communication_bytes
@@ -169,6 +170,7 @@ def complete_plan(
     if plan.tiered:
         limit = (estimator or make_estimator(job, plan, start.world, start.device, start.memory_gib)).limit_gib
         plan = place_states(job, plan, limit, start.spare, reasons)
+    plan = with_tables(job, plan, start.memory_gib)
     predicted = _predict(start, plan, estimator)
     if plan.disk and (line := endurance_line(job, plan, predicted.get("step_time_s"))):
         reasons.append(line)
@@ -278,7 +280,11 @@ def _compile(job: Job, plan: Plan) -> bool:
     """By default on GPUs, for Weft's models and layouts without collectives inside a block."""
     if job.train.compile != "auto":
         return job.train.compile
-    return plan.device == "cuda" and not job.model.module and not job.model.is_stack and plan.tp == plan.cp == 1
+    if job.model.module and (not job.model.family or (job.model.batch_norm == "all" and plan.dp > 1)):
+        return False
+    if job.data.pads_batches:  # it would compile for each length
+        return False
+    return plan.device == "cuda" and not job.model.is_stack and plan.tp == plan.cp == 1
 
 
 def _choose_sequence_parallel(job: Job, plan: Plan, reasons: list[str]) -> Plan:
@@ -341,7 +347,8 @@ def _microbatch(job: Job, plan: Plan) -> Plan:
     pinned = job.parallel.microbatches if job.parallel != "auto" else "auto"
     if (given := job.train.accumulation if pinned == "auto" else pinned) != "auto":
         return replace(plan, microbatch=share // given, accumulation=given)
-    size = max([d for d in divisors(share) if d * job.data.seq_len <= MAX_MICROBATCH_TOKENS], default=1)
+    length = 1 if job.model.tables else job.data.seq_len
+    size = max([d for d in divisors(share) if d * length <= MAX_MICROBATCH_TOKENS], default=1)
     return replace(plan, microbatch=size, accumulation=share // size)
 
 

@@ -79,6 +79,10 @@ class Plan:
     """Device memory for states on their way."""
     homes: tuple[dict[str, Any], ...] = ()
     """What lives where: a row for each kind and home, with GiB and the GiB that are copied in a step."""
+    tables: tuple[dict[str, Any], ...] = ()
+    """Where each embedding table is (planner/table_placement.py)."""
+    table_optim: dict[str, Any] = field(default_factory=dict)
+    """The optimizer of the tables, with its rate as a multiple of that of the rest."""
     compression: str = "none"
     compression_warmup: int = 0
     """Steps at the start of a run in which gradients are sent as int8."""
@@ -184,7 +188,7 @@ class Plan:
     def from_json(cls, data: dict[str, Any]) -> Plan:
         known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
         split = tuple((a, b) for a, b in known.get("split", ()))
-        lists = {key: tuple(known.get(key, ())) for key in ("reasons", "homes")}
+        lists = {key: tuple(known.get(key, ())) for key in ("reasons", "homes", "tables")}
         return cls(**{**known, **lists, "split": split})
 
     def dumps(self) -> str:

@@ -15,12 +15,14 @@ from weft.pretrained.config_fields import (
     Windows,
     Without,
 )
+from weft.pretrained.encoder_families import ENCODER_FAMILIES
 from weft.pretrained.family_parts import (
     ATTENTION,
     BOTH_NORMS,
     DEEPSEEK,
     ENDS,
     GPT2,
+    GPT_OSS,
     LLAMA,
     MIXTRAL,
     MLP,
@@ -35,6 +37,7 @@ from weft.pretrained.family_parts import (
     Gpt2Width,
     GroupsOfExperts,
     LatentKeys,
+    Mxfp4Blocks,
     QwenShared,
     SparseLayers,
     llama_like,
@@ -56,6 +59,10 @@ def _all_ones(config: Config, layers: int) -> list[int]:
     return list(range(layers))
 
 
+def _every_other(config: Config, layers: int) -> list[int]:
+    return list(range(0, layers, 2))
+
+
 def _all_but_each_sixth(config: Config, layers: int) -> list[int]:
     every = config.take("sliding_window_pattern", config.take("_sliding_window_pattern", 6))
     return [i for i in range(layers) if (i + 1) % every]
@@ -71,6 +78,10 @@ _QWEN_EXPERTS = ExpertKeys(
 _DEEPSEEK_EXPERTS = {
     "count": "n_routed_experts", "top_k": "num_experts_per_tok", "ffn": "moe_intermediate_size",
     "shared": "n_shared_experts", "first_dense": "first_k_dense_replace", "scale": "routed_scaling_factor",
+}  # fmt: skip
+_GPT_OSS_YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
 }  # fmt: skip
 _DEEPSEEK_TRAINING = (
     Fp8Blocks(),
@@ -176,5 +187,19 @@ for entry in (
          *_DEEPSEEK_TRAINING),
         DEEPSEEK, ignored=("*.rotary_emb.inv_freq", "model.layers.{layers}.*"),  # the last predicts a further token
     ),
+    PretrainedFamily(
+        "gpt_oss", "gpt-oss", "GptOssForCausalLM", "llama",
+        (*SIZES, Key("kv_heads", "num_key_value_heads"), Key("norm_eps", "rms_norm_eps", 1e-5), HeadWidth(64), _UNTIED,
+         Rope(150_000.0, scaling=_GPT_OSS_YARN), Windows(128, None, _every_other),
+         Fixed({"sinks": True, "activation": "swiglu_clamped"}),
+         Flags(("qkv_bias", "out_bias"), "attention_bias", True),
+         Key("swiglu_limit", "swiglu_limit", 7.0), Key("swiglu_alpha", "swiglu_alpha", 1.702),
+         Only("hidden_act", ("silu",)), Only("output_router_logits", (False,)), Mxfp4Blocks(),
+         ExpertKeys({"count": "num_local_experts", "top_k": "num_experts_per_tok", "ffn": "intermediate_size"},
+                    {"renormalize": True, "biases": True}, {"count": 128, "top_k": 4}, {"top_k": "experts_per_token"}),
+         Without(("initial_context_length",))),
+        GPT_OSS,
+    ),
+    *ENCODER_FAMILIES,
 ):  # fmt: skip
     PRETRAINED.register(entry)

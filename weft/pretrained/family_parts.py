@@ -127,6 +127,20 @@ class Fp8Blocks:
 
 
 @dataclass(frozen=True)
+class Mxfp4Blocks:
+    """Experts in MXFP4, which the reader converts to bf16."""
+
+    def read(self, config: Config) -> Fields:
+        found = config.take("quantization_config", {})
+        if found and not (isinstance(found, dict) and found.get("quant_method") == "mxfp4"):
+            raise config.wrong("quantization_config", found, "none or mxfp4")
+        return {}
+
+    def write(self, model: Model) -> Fields:
+        return {}
+
+
+@dataclass(frozen=True)
 class GroupsOfExperts:
     """DeepSeek-V2's groups of experts, which topk_method=greedy does not use."""
 
@@ -232,4 +246,16 @@ DEEPSEEK: Names = {
         for n in ("gate", "up", "down")
         for part, there in (("experts", "experts.{e}"), ("shared", "shared_experts"))
     },
+}  # fmt: skip
+_OSS_EXPERTS = f"{_LAYER}.mlp.experts"
+GPT_OSS: Names = {
+    **ENDS, **NORMS, **ATTENTION,
+    f"{_BLOCK}.attn.sinks.weight": f"{_LAYER}.self_attn.sinks",
+    f"{_BLOCK}.mlp.router.{{p}}": f"{_LAYER}.mlp.router.{{p}}",
+    **{f"{_BLOCK}.mlp.experts.{n}.weight": Fused(f"{_OSS_EXPERTS}.gate_up_proj", "interleaved experts")
+       for n in ("gate", "up")},
+    **{f"{_BLOCK}.mlp.experts.{n}.bias": Fused(f"{_OSS_EXPERTS}.gate_up_proj_bias", "interleaved experts")
+       for n in ("gate", "up")},
+    f"{_BLOCK}.mlp.experts.down.weight": Fused(f"{_OSS_EXPERTS}.down_proj", "expert columns"),
+    f"{_BLOCK}.mlp.experts.down.bias": f"{_OSS_EXPERTS}.down_proj_bias",
 }  # fmt: skip

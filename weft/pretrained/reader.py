@@ -16,15 +16,16 @@ from weft.comm.shards import local_of, shard_of
 from weft.job.errors import JobError
 from weft.job.schema import Model
 from weft.models.build_model import build_model
+from weft.models.init import initialise
 from weft.planner.model.counts import count_parameters
 from weft.pretrained.config import read_fields
 from weft.pretrained.folder import CONFIG, WeightFiles, find_folder, read_json, weight_files
+from weft.pretrained.quantized import BLOCKS, SCALE, SCALES, expand_fp8, expand_mxfp4, mxfp4_shapes
+from weft.pretrained.registry import family_of
 from weft.pretrained.tensor_forms import FileTensor, Shape, TensorPart, file_tensors, named_shapes
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 """The dtypes of safetensors that are read."""
-SCALE = "_scale_inv"
-"""Ending of the name of the scales of a tensor in fp8, one for each block of it."""
 
 
 class OpenFile:
@@ -40,13 +41,15 @@ class OpenFile:
         return tuple(self.inner.get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype in which a tensor is used, for fp8 bf16; a JobError if it is not made of floating-point numbers."""
+        """The dtype in which a tensor is used, bf16 if it is quantized; a JobError if it is not made of floating-point
+        numbers."""
         if isinstance(self.inner, dict):
             kind = self.inner[name].dtype
             found = kind if kind in FLOATS.values() else None
         else:
             kind = self.inner.get_slice(name).get_dtype()
-            found = torch.bfloat16 if kind == "F8_E4M3" else FLOATS.get(kind)
+            packed = kind == "F8_E4M3" or (kind == "U8" and name.endswith((BLOCKS, SCALES)))
+            found = torch.bfloat16 if packed else FLOATS.get(kind)
         if found is None:
             raise JobError(f"{self.path} holds {name} as {kind}; Weft reads fp32, fp16 and bf16")
         return found
@@ -102,23 +105,31 @@ class PretrainedWeights:
     def __init__(self, name: str, model: Model):
         self.folder, self.model = find_folder(name), model.model_copy(update={"lora": None})
         config = read_json(self.folder / CONFIG)
-        self.family, _ = read_fields(config, str(self.folder / CONFIG))
-        self.blocks: list[int] = (config.get("quantization_config") or {}).get("weight_block_size", [])
+        written_by, _ = read_fields(config, str(self.folder / CONFIG))
+        self.family = family_of(written_by.kind, labels=bool(model.classes))
+        self.may_lack = self.family.fresh if self.family.architecture not in config.get("architectures", ()) else ()
+        quantization = config.get("quantization_config") or {}
+        self.blocks: list[int] = quantization.get("weight_block_size", [])
+        self.mxfp4 = quantization.get("quant_method") == "mxfp4"
         self.files: WeightFiles = weight_files(self.folder)
         self._check_size()
         module = build_model(self.model)
         self.shapes: dict[str, Shape] = named_shapes(self.family, module)
         self.buffers = {n for n, _ in module.named_buffers()}
         self.tensors: list[FileTensor] = file_tensors(self.family, model, self.shapes.items())
+        self.fresh: set[str] = set()
+        """Parameters that the files lack, which get initial values."""
         self.where: dict[str, tuple[str, str]] = {}
         """By the family's name of a tensor, its file and its name there."""
+        self.packed: set[str] = set()
+        """Tensors in MXFP4; `where` has their bytes under their own names."""
         self._find()
 
     def _check_size(self) -> None:
         """Refuse a config of a larger model than the files can hold, before anything is built from it."""
         counts = count_parameters(self.model)
         size = sum((self.folder / file).stat().st_size for file in self.files.files)
-        if counts is not None and counts.total > size:
+        if counts is not None and counts.total > size * (2 if self.mxfp4 else 1):
             raise JobError(
                 f"{self.folder} describes a model of {counts.total:,} parameters, and its weights have {size:,} bytes"
             )
@@ -137,22 +148,40 @@ class PretrainedWeights:
                     if not self._is_ignored(name):
                         shapes[name] = opened.shape(name)
                         opened.dtype(name)
+        today = {n: self._name_today(n) for n in found}
         bare = self.family.prefix
-        if not any(n.startswith(bare) for n in found) and any(bare + n in expected for n in found):
-            self.where = {bare + n if bare + n in expected else n: (file, n) for n, file in found.items()}
-        else:
-            self.where = {n: (file, n) for n, file in found.items()}
-        for tensor in self.tensors:
+        if not any(n.startswith(bare) for n in found) and any(bare + n in expected for n in today.values()):
+            today = {n: bare + name if bare + name in expected else name for n, name in today.items()}
+        self.where = {name: (found[n], n) for n, name in today.items()}
+        for tensor in list(self.tensors):
+            need: Shape | None = tensor.shape(self.model)
+            if self.mxfp4 and tensor.name + BLOCKS in self.where and (both := mxfp4_shapes(tensor.shape(self.model))):
+                self.packed.add(tensor.name)
+                self.where[tensor.name] = self.where.pop(tensor.name + BLOCKS)
+                need = both[0] if shapes.get(tensor.name + SCALES) == both[1] else None
             if tensor.name not in self.where:
+                if all(any(fnmatchcase(part.name, p) for p in self.may_lack) for part in tensor.parts):
+                    self.fresh |= {part.name for part in tensor.parts}
+                    self.tensors.remove(tensor)
+                    continue
                 raise JobError(f"{self.folder} has no tensor {tensor.name}, which its config asks for")
-            have, need = shapes.get(self.where[tensor.name][1]), tensor.shape(self.model)
+            if need is None:
+                raise JobError(f"{self.folder} holds {tensor.name} in MXFP4 without the exponents of its blocks")
+            have = shapes.get(self.where[tensor.name][1])
             if have != need:
                 raise JobError(
                     f"{self.folder} holds {tensor.name} as {list(have or ())}, and its config asks for {list(need)}"
                 )
+        expected |= {name + SCALES for name in self.packed}
         for name in self.where:
             if name not in expected and not self._is_ignored(name):
                 raise JobError(f"{self.folder} holds {name!r}, which a model of {self.family.help} does not have")
+
+    def _name_today(self, name: str) -> str:
+        for ending, new in self.family.older_endings.items():
+            if name.endswith(ending):
+                return name.removesuffix(ending) + new
+        return name
 
     def _is_ignored(self, name: str) -> bool:
         """Whether a tensor of a file is no parameter, or repeats the embedding that the head is tied to."""
@@ -176,6 +205,8 @@ class PretrainedWeights:
     def _copy(self, opened: OpenFile, tensor: FileTensor, targets: Mapping[str, Tensor]) -> None:
         if not any(part.name in targets and _overlaps(part, targets[part.name]) for part in tensor.parts):
             return
+        if tensor.name in self.packed:
+            return self._copy_packed(opened, tensor, targets)
         content = opened.tensor(self.where[tensor.name][1])
         if content.dtype == torch.float8_e4m3fn:
             content = self._unscaled(content, tensor.name)
@@ -194,13 +225,28 @@ class PretrainedWeights:
         needed = tuple(-(-size // block) for size, block in zip(content.shape, self.blocks, strict=True))
         if tuple(scales.shape) != needed:
             raise JobError(f"{self.folder} holds {name + SCALE} as {list(scales.shape)} instead of {list(needed)}")
-        for dim, block in enumerate(self.blocks):
-            scales = scales.repeat_interleave(block, dim).narrow(dim, 0, content.shape[dim])
-        return content.float() * scales
+        return expand_fp8(content, scales, self.blocks)
+
+    def _copy_packed(self, opened: OpenFile, tensor: FileTensor, targets: Mapping[str, Tensor]) -> None:
+        """The matrices of experts in MXFP4, one expert at a time."""
+        blocks = opened.tensor(self.where[tensor.name][1])
+        file, there = self.where[tensor.name + SCALES]
+        with open_file(self.folder / file, self.files.format) as other:
+            scales = other.tensor(there)
+        for e in range(len(blocks)):
+            parts = [TensorPart(part.name, part.shape[1:], e) for part in tensor.parts]
+            wanted = [part for part in parts if part.name in targets and _overlaps(part, targets[part.name])]
+            if not wanted:
+                continue
+            matrix = expand_mxfp4(blocks[e : e + 1], scales[e : e + 1])
+            values = tensor.form.split(matrix, [(1, *part.shape) for part in parts], self.model)
+            for part, value in zip(parts, values, strict=True):
+                if part in wanted:
+                    copy_part(part, value[0], targets[part.name])
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each parameter in the files, by name."""
-        found: dict[str, torch.dtype] = {}
+        found: dict[str, torch.dtype] = dict.fromkeys(self.fresh, torch.float32)
         by_file: dict[str, list[FileTensor]] = {}
         for tensor in self.tensors:
             by_file.setdefault(self.where[tensor.name][0], []).append(tensor)
@@ -215,6 +261,8 @@ class PretrainedWeights:
     def load(self, name: str, dtype: torch.dtype) -> Tensor:
         """One whole parameter."""
         out = torch.empty(self.shapes[name], dtype=dtype)
+        if name in self.fresh:
+            initialise(name, out, build_model(self.model), 0)
         self.fill({name: out})
         return out
 
@@ -243,7 +291,9 @@ def _head_name(names: Mapping[str, Any]) -> str:
 
 
 def from_hf(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A published checkpoint as a module of one process: tokens [batch, seq] → logits [batch, seq, vocab].
+    """A published checkpoint as a module of one process: tokens [batch, seq] → logits [batch, seq, vocab], or
+    [batch, labels] for sequence classification. An encoder also takes `types`, and `features=True` gives its last
+    hidden states.
 
     `name` is a folder in the format of Hugging Face, or a name in the local hub cache.
     """
@@ -258,5 +308,8 @@ def from_hf(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
             values[id(param)] = nn.Parameter(torch.empty(param.shape, dtype=dtype))
         owner, _, key = path.rpartition(".")
         module.get_submodule(owner).register_parameter(key, values[id(param)])
-    weights.fill({n: p.detach() for n, p in (*module.named_parameters(), *module.named_buffers())})
+    targets = {n: p.detach() for n, p in (*module.named_parameters(), *module.named_buffers())}
+    for path in weights.fresh:
+        initialise(path, targets[path], module, 0)
+    weights.fill(targets)
     return module.eval()

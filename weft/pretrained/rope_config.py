@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from weft.job.schema import Model
@@ -43,13 +43,15 @@ class Rope:
     partial: bool = False
     """Whether models of the family can rotate a part of a head."""
     kinds: tuple[str, ...] = tuple(_KEYS)
+    scaling: Mapping[str, Any] = field(default_factory=dict)
+    """Scaling of a config that has none of the keys."""
 
     def read(self, config: Config) -> Fields:
         parameters = config.take("rope_parameters") or {}
-        scaling = config.take("rope_scaling") or parameters
+        scaling = config.take("rope_scaling") or parameters or self.scaling
         old_theta, old_share = config.take(self.theta_key, self.theta), config.take(self.share_key, self.share)
         for key, found in (("rope_parameters", parameters), ("rope_scaling", scaling)):
-            if not isinstance(found, dict):
+            if not isinstance(found, Mapping):
                 raise config.wrong(key, found, "an object")
         theta = parameters.get("rope_theta", scaling.get("rope_theta", old_theta))
         share = parameters.get("partial_rotary_factor", scaling.get("partial_rotary_factor", old_share))

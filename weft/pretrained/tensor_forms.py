@@ -70,16 +70,33 @@ def _join_latent_keys(parts: Sequence[Tensor], m: Model) -> Tensor:
     return torch.cat((parts[0][:rank], _paired(parts[0][rank:])))
 
 
+def _by_expert(t: Tensor) -> Tensor:
+    """Matrices [experts, inputs, outputs] as [experts, outputs, inputs], and biases as they are."""
+    return t.transpose(1, 2) if t.dim() == 3 else t
+
+
+def _interleaved(t: Tensor, shapes: Sequence[Shape], m: Model) -> list[Tensor]:
+    turned = _by_expert(t)
+    return [turned[:, i :: len(shapes)] for i in range(len(shapes))]
+
+
+def _join_interleaved(parts: Sequence[Tensor], m: Model) -> Tensor:
+    return _by_expert(torch.stack(list(parts), 2).flatten(1, 2))
+
+
 FORMS: dict[str, Form] = {
     "same": Form(lambda t, shapes, m: [t], lambda parts, m: parts[0]),
     "rows": Form(_rows, lambda parts, m: torch.cat(list(parts))),
     "columns": Form(lambda t, shapes, m: _rows(t.t(), shapes, m), lambda parts, m: torch.cat(list(parts)).t()),
     "heads": Form(_by_head, _join_heads),
+    "expert columns": Form(lambda t, shapes, m: [_by_expert(t)], lambda parts, m: _by_expert(parts[0])),
+    "interleaved experts": Form(_interleaved, _join_interleaved),
     "latent queries": Form(_latent_queries, _join_latent_queries),
     "latent keys": Form(_latent_keys, _join_latent_keys),
 }
 """same: as it is. rows: one after the other. columns: the same, transposed (GPT-2). heads: one after the other in each
-head (GPT-NeoX). latent queries, latent keys: the rotary part of a head last and in pairs (DeepSeek)."""
+head (GPT-NeoX). expert columns: matrices of all experts, transposed. interleaved experts: with the outputs of several
+layers in turn (gpt-oss). latent queries, latent keys: the rotary part of a head last and in pairs (DeepSeek)."""
 
 
 @dataclass(frozen=True)

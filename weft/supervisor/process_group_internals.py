@@ -21,14 +21,22 @@ _aborted: list[Any] = []
 
 def abort_nccl() -> None:
     """Abort all process groups of NCCL, which waits on the device, so that closing sockets does not interrupt it. Any
-    thread may call it: the heartbeat's, and the one that left the collectives."""
+    thread may call it: the heartbeat's, and the one that left the collectives. A communicator takes half a second,
+    until its service thread polls again, so all are aborted at once."""
     with _aborting:
         if dist.is_initialized() and "nccl" in dist.get_backend():
             from torch.distributed.distributed_c10d import _abort_process_group, _world
 
+            found = []
             for group in list(_world.pg_map):
                 with contextlib.suppress(RuntimeError):  # a group of the host alone
-                    _aborted.append(group._get_backend(torch.device("cuda")))
+                    found.append(group._get_backend(torch.device("cuda")))
+            _aborted.extend(found)
+            threads = [threading.Thread(target=backend.abort) for backend in found]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
             _abort_process_group()
 
 

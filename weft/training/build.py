@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from weft.comm.algorithms import summing
 from weft.job.schema import Job
 from weft.mesh import Mesh, ranks_of_a_node
@@ -50,9 +52,14 @@ def make_optimizers(job: Job, spread_model: SpreadModel | Pipelined, mesh: Mesh)
     """The job's optimizer over the master weights. Muon treats those in the blocks differently."""
     units = tuple(find_units(build_model(job.model)))
     return build_optimizers(
-        job.optim, spread_model.master_params, lambda name: name.startswith(units), spread_model.grad_params,
+        job.optim, spread_model.master_params, _is_block_weight(units), spread_model.grad_params,
         spread_model.compute_params, mesh,
     )  # fmt: skip
+
+
+def _is_block_weight(units: tuple[str, ...]) -> Callable[[str], bool]:
+    """Whether a name is that of a weight in a block; the biases of experts are tables, not matrices."""
+    return lambda name: name.startswith(units) and not name.endswith(".bias")
 
 
 def make_streamed_optimizers(
@@ -68,9 +75,7 @@ def make_streamed_optimizers(
         shares, plan.split_master, plan.lazy_update, int(plan.stream_gib * 2**30), plan.disk, plan.states,
         job.train.seed,
     )  # fmt: skip
-    made = StreamedOptimizers(
-        job.optim, spread_model, lambda name: name.startswith(units), mesh, list(units), ema, tiering
-    )
+    made = StreamedOptimizers(job.optim, spread_model, _is_block_weight(units), mesh, list(units), ema, tiering)
     for part in spread_model.parts:
         made.watch(part.module, find_units(part.module))
     return made

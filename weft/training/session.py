@@ -17,6 +17,7 @@ from weft.checkpoint.memory_snapshots import Snapshots
 from weft.checkpoint.merge_snapshots import snapshot_layout
 from weft.data.dataset import Dataset, fingerprint_of, open_dataset
 from weft.data.loader import Batch, Loader, to_device, val_batches
+from weft.data.sample_workers import auto_workers
 from weft.guards.guards import Guards
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
@@ -94,12 +95,15 @@ class Session:
         job, mesh = self.job, self.mesh
         first = not any(mesh.coord(axis) for axis in ("tp", "cp", "pp"))  # their other ranks read the same samples
         record = self.run.samples / f"rank-{mesh.rank}.jsonl" if job.data.record_ids and first else None
+        workers = job.data.workers
+        if workers == "auto":
+            workers = auto_workers(mesh.device, int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world)), self.dataset)
         loader = Loader(
             self.dataset, seed=job.train.seed, global_batch=job.train.global_batch, microbatch=self.plan.microbatch,
             dp_rank=mesh.dp_rank(self.plan), dp_size=self.plan.dp, prefetch=job.data.prefetch,
             start_step=self.state.step, start_sample=self.state.samples, record=record,
             pin=mesh.device.type == "cuda", ramp=job.train.ramp, fixed_parts=self.plan.pp > 1,
-            drop_last=job.data.drop_last,
+            drop_last=job.data.drop_last, workers=workers,
         )  # fmt: skip
         return self.guards.attach(loader)
 
@@ -188,6 +192,7 @@ def open_session(
     heartbeat, mesh = heartbeat or NoHeartbeat(), mesh or connect(plan, job.comm.timeout_s)
     log = logs.setup(run, mesh.rank, mesh.position, mesh.world)
     torch.manual_seed(job.train.seed + mesh.rank)  # for a user's module; Weft's own models do not use this state
+    torch.backends.cudnn.benchmark = mesh.device.type == "cuda"  # shapes do not change, so convolutions are timed once
     dataset = dataset or open_dataset(job)
     state = build_state(job, plan, mesh, initial_weights(job, run, mesh))
     journal = Journal(run) if mesh.rank == 0 else None
@@ -214,8 +219,8 @@ def open_session(
     snapshots = snapshots or Snapshots(
         Path(memory) if memory else None, mesh.rank, local_ranks, device=mesh.device, world=mesh.world
     )
-    if state.optimizers.no_snapshots:
-        snapshots.refused = state.optimizers.no_snapshots
+    if reason := state.no_snapshots:
+        snapshots.refused = reason
         log.info("%s", f"no snapshots in memory: {snapshots.refused}")
     stepper = Stepper(job, plan, mesh, state, meanwhile=snapshots.settle)
 

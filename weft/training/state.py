@@ -50,7 +50,7 @@ class State:
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by a name that does not depend on the layout. Each rank has its own random state."""
         out = {f"model.{n}": m.detach() for n, m in (self.optimizers.masters() | self.model.frozen).items()}
-        out |= {f"buffer.{n}": b for n, b in self.model.buffers().items()}
+        out |= self._tables() | {f"buffer.{n}": b for n, b in self.model.buffers().items()}
         out |= {f"optim.{n}": t for n, t in self.optimizers.state().items()}
         out |= {f"ema.{n}": t for n, t in self.ema.averages.items()} | self.model.maxima()
         return out | self.model.residuals() | self._dice() | self.rounds.tensors() | self._random()
@@ -59,6 +59,7 @@ class State:
     def shards(self) -> dict[str, Tensor]:
         """This rank's shard of every tensor, for a snapshot: the tensors themselves, except compression residuals."""
         out = {f"model.{n}": local_of(m) for n, m in (self.optimizers.masters() | self.model.frozen).items()}
+        out |= {n: local_of(t) for n, t in self._tables().items()}
         out |= {f"buffer.{n}": local_of(b) for n, b in self.model.buffers().items()}
         out |= {f"optim.{n}": local_of(t) for n, t in self.optimizers.shards().items()}
         out |= {f"ema.{n}": local_of(t) for n, t in self.ema.averages.items()} | self.model.maxima()
@@ -77,6 +78,14 @@ class State:
         if (dice := held.get(f"dice.{self.mesh.rank}")) is not None:
             for compressor, draws in zip(self.model.compressors, dice.tolist(), strict=True):
                 compressor.rounding.draws = draws
+
+    def _tables(self) -> dict[str, Tensor]:
+        """The embedding tables and their optimizer states."""
+        if (tables := self.model.tables) is None:
+            return {}
+        return {f"model.{n}": t for n, t in tables.weights().items()} | {
+            f"optim.{n}": t for n, t in tables.state().items()
+        }
 
     def _dice(self) -> dict[str, Tensor]:
         draws = [c.rounding.draws for c in self.model.compressors]
@@ -103,6 +112,13 @@ class State:
                     buffer.copy_(mean)
                 else:
                     axis.broadcast(buffer, 0)
+
+    @property
+    def no_snapshots(self) -> str:
+        """Why steps are not copied to memory; empty: they are."""
+        if self.model.tables is not None:
+            return "embedding tables are too large to copy; the run continues from checkpoints"
+        return self.optimizers.no_snapshots
 
     def counts(self) -> dict[str, Any]:
         """The counters, for JSON."""

@@ -78,7 +78,9 @@ class Stepper:
         """
         state = self.state
         self.before_update()
-        norm = grad_norm(state.model.counted, self.mesh) * grads.factor
+        tables = state.model.tables
+        squares = None if tables is None else tables.squares()
+        norm = grad_norm(state.model.counted, self.mesh, squares) * grads.factor
         clip = self.job.optim.clip
         clipped = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
         finite, wanted = torch.isfinite(norm), state.step + 1 not in state.skipped_steps
@@ -88,6 +90,8 @@ class Stepper:
             flag = finite if unseen else None
             state.optimizers.step_number = state.step
             state.optimizers.step(lr, clipped * grads.factor, flag)
+            if tables is not None:
+                tables.update(lr, clipped * grads.factor, flag)
             state.ema.update(flag)
         state.model.after_step(finite if taken and unseen else taken)
         state.scale.update(taken or not wanted)

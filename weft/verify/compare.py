@@ -21,7 +21,8 @@ class Tolerance:
     leads to other roundings in the layers after it: with eight layers, gradients of the third step are 0.3 apart."""
     size: float
     """Of values in which rounding errors cancel: the loss, the norm, the parameters, and the part of a gradient along
-    the reference. A gradient of half the size, or a missing one, is 0.5 or 1 off."""
+    the reference. A gradient of half the size, or a missing one, is 0.5 or 1 off; in fp8, with eight layers, sizes of
+    the second step are up to 0.12 apart."""
     moment: float
     """The same part of the optimizer's moment of a parameter. It grows with the clipped gradients, so it shows a wrong
     clip, which the updates of Adam do not."""
@@ -36,7 +37,7 @@ TOLERANCE: dict[str, Tolerance] = {
     "fp32": Tolerance(1e-5, 1e-5, 2e-5, 5e-4, 5e-4),
     "bf16": Tolerance(6e-2, 2e-2, 4e-2, 0.1, 0.3),
     "fp16": Tolerance(1e-2, 5e-3, 1e-2, 5e-2, 0.1),
-    "fp8": Tolerance(0.35, 0.1, 0.15, 0.25, 0.6),
+    "fp8": Tolerance(0.35, 0.15, 0.15, 0.25, 0.6),
 }
 
 TRACE_FILE = "trace.pt"
@@ -153,7 +154,7 @@ def compare(layout: str, world: int, reference: Trace, other: Trace, precision: 
 INFINITE, TINY = float("inf"), 1e-300
 
 MOMENTS: dict[str, Callable[[Tensor], Tensor]] = {
-    ".exp_avg": Tensor.clone, ".momentum_buffer": Tensor.clone, ".row_var": Tensor.sqrt,
+    ".exp_avg": Tensor.clone, ".momentum_buffer": Tensor.clone, ".row_var": Tensor.sqrt, ".row_sum": Tensor.sqrt,
 }  # fmt: skip
 """Optimizer state, by the end of its name, and how it becomes linear in the gradients."""
 

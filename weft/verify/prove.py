@@ -30,6 +30,7 @@ from weft.planner import RUNNABLE, Plan, check, make_plan
 from weft.planner.model.counts import count_parameters
 from weft.planner.rules.layout_syntax import parse_layouts, ranks
 from weft.training.build import build_state
+from weft.training.state import State
 from weft.training.step import Stepper
 from weft.verify.compare import Trace, Verdict, compare, moments_of
 from weft.verify.routing import RoutingReplay
@@ -58,7 +59,7 @@ def small(job: Job) -> Job:
         heads = min(heads, m.heads or heads)
         updates |= {
             "heads": heads, "kv_heads": max(1, heads // group), "head_dim": 16, "ffn": min(m.ffn or 128, 128),
-            "vocab": min(m.vocab or 256, 512 if job.data.source == "synthetic" else 256),
+            "vocab": min(m.vocab or 256, 512 if job.data.source == "synthetic" else 256 + m.is_encoder),
         }  # fmt: skip
         if m.rope_dim is not None:
             updates["rope_dim"] = 8
@@ -119,7 +120,8 @@ def trace_on(mesh: Mesh, job: Job, plan: Plan, steps: int, folder: str, referenc
     stepper = Stepper(job, plan, mesh, state)
     replay = RoutingReplay(state.model.load, folder, reference)
     losses, norms, gradients = [], [], []
-    start = {n: whole(m) for n, m in state.optimizers.masters().items()}
+    tables = state.model.tables
+    start = whole_weights(state)
     loader = Loader(
         open_dataset(job), seed=job.train.seed, global_batch=job.train.global_batch, microbatch=plan.microbatch,
         dp_rank=mesh.dp_rank(plan), dp_size=plan.dp, prefetch=0, drop_last=job.data.drop_last,
@@ -128,22 +130,33 @@ def trace_on(mesh: Mesh, job: Job, plan: Plan, steps: int, folder: str, referenc
         grads = stepper.gradients([to_device(b, mesh.device) for b in batches])
         factor = grads.factor.cpu()
         grad_params = {n: x for n, x in state.model.grad_params.items() if x.grad is not None}
-        gradients.append({n: whole(x.grad).float() * factor for n, x in grad_params.items()})
+        held = {n: whole(x.grad) for n, x in grad_params.items()}
+        held |= {} if tables is None else {n: whole(g) for n, g in tables.gradients().items()}
+        gradients.append({n: g.float() * factor for n, g in held.items()})
         norm, _ = stepper.update(grads, stepper.learning_rate())
         total = grads.loss.double() / plan.tp
         if mesh.everyone is not None:
             mesh.everyone.all_reduce(total)
         losses.append(float(total / grads.count))
         norms.append(float(norm))
-    parameters = {n: whole(m) for n, m in state.optimizers.masters().items()}
-    moments = moments_of({n: whole(t).float() for n, t in state.optimizers.state().items()})
+    parameters = whole_weights(state)
+    states = state.optimizers.state() | ({} if tables is None else tables.state())
+    moments = moments_of({n: whole(t).float() for n, t in states.items()})
     for held in (*gradients, start, parameters, moments):
         join_stages(held, mesh)
+        join_tensors(held, mesh.everyone if tables is not None else None, mesh)
     routing = replay.end(mesh)
     if mesh.rank == 0:
         seconds = time.perf_counter() - began
         Trace(losses, norms, gradients, start, parameters, moments, seconds, routing).save(Path(folder))
     mesh.barrier()
+
+
+def whole_weights(state: State) -> dict[str, Tensor]:
+    """The trained weights of which this rank holds a part."""
+    tables = state.model.tables
+    held = state.optimizers.masters() | ({} if tables is None else tables.weights())
+    return {n: whole(m) for n, m in held.items()}
 
 
 def join_stages(held: dict[str, Tensor], mesh: Mesh) -> None:

@@ -115,8 +115,8 @@ def test_augmentation_is_a_function_of_seed_image_and_epoch(tmp_path: Path) -> N
 def test_operations_have_their_definitions() -> None:
     pixels = picture(3, 3, 20)
     wide = torch.from_numpy(pixels).permute(2, 0, 1)[None].float()
-    wanted = F.interpolate(wide, (9, 7), mode="bilinear", antialias=True)[0].round().to(torch.uint8).permute(1, 2, 0)
-    assert np.array_equal(augment.resized(pixels, 9, 7), wanted.numpy())
+    wanted = F.interpolate(wide, (9, 7), mode="bilinear", antialias=True)[0].permute(1, 2, 0)
+    assert np.abs(augment.resized(pixels, 9, 7) - wanted.numpy()).max() <= 1
     assert augment.fitted(pixels[:10], 5).shape == (5, 5, 3)
     moved = augment.shifted(pixels, 2, -3)
     assert np.array_equal(moved[2:, :-3], pixels[:-2, 3:])

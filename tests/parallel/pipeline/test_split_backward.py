@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from weft.models.fp8_linear import Fp8Recipe, fp8_linear
+from weft.models.fp8.fp8_linear import Fp8Recipe, fp8_linear
 from weft.parallel.pipeline.split_backward import backward_input, backward_weights
 
 

@@ -55,6 +55,7 @@ class ImageDataset:
     probabilities of all classes as its target."""
 
     takes_epoch = True
+    decodes = True
 
     def __init__(self, job: Job, options: ImageData, train: ImageFiles, val: ImageFiles | None) -> None:
         self._options, self._seed = options, job.train.seed

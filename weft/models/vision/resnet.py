@@ -39,6 +39,8 @@ class ResNet(nn.Module):
     size of small images, with a 3 × 3 convolution and no pooling."""
 
     units = "layer*.*"
+    compiled = ("stem",)
+    """Methods that are compiled besides the units."""
     layer1: nn.Sequential
     layer2: nn.Sequential
     layer3: nn.Sequential
@@ -69,9 +71,12 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
-        x = images.contiguous(memory_format=torch.channels_last) if images.is_cuda else images
-        x = F.relu(self.bn1(self.conv1(x)))
-        x = F.max_pool2d(x, 3, 2, 1) if self.pool else x
+        x = self.stem(images.contiguous(memory_format=torch.channels_last) if images.is_cuda else images)
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             x = stage(x)
         return self.fc(x.mean((2, 3)))
+
+    def stem(self, images: Tensor) -> Tensor:
+        """The first convolution, to the size of the first stage."""
+        x = F.relu(self.bn1(self.conv1(images)))
+        return F.max_pool2d(x, 3, 2, 1) if self.pool else x

@@ -25,6 +25,7 @@ from weft.comm.autograd import join_along, split_along
 from weft.comm.axis import Axis
 from weft.comm.overlapped_exchange import RowExchange
 from weft.mesh import Mesh
+from weft.models.feedforward import gated
 from weft.models.grouped import dispatch, known
 from weft.models.mixture_of_experts import (
     ExpertCompute,
@@ -32,7 +33,6 @@ from weft.models.mixture_of_experts import (
     ExpertLayout,
     ExpertMatrices,
     MixtureOfExperts,
-    gated,
 )
 from weft.parallel.data.data_parallel import shard
 from weft.parallel.expert.overlap import Halves
@@ -212,10 +212,11 @@ def keep_local_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh) -> None
     if (ep := mesh.axis("ep")) is None:
         return
     for stack in stacks(modules):
-        count, *shape = stack.weight.shape
-        stack.first = ep.rank * (count // ep.size)
-        own = torch.empty(count // ep.size, *shape, device=stack.weight.device)
-        stack.weight = nn.Parameter(own, requires_grad=stack.weight.requires_grad)
+        stack.first = ep.rank * (len(stack.weight) // ep.size)
+        for key, param in list(stack.named_parameters()):
+            count, *shape = param.shape
+            own = torch.empty(count // ep.size, *shape, device=param.device)
+            stack.register_parameter(key, nn.Parameter(own, requires_grad=param.requires_grad))
 
 
 def mark_as_sharded(modules: list[tuple[str, nn.Module]], mesh: Mesh) -> None:
@@ -224,10 +225,9 @@ def mark_as_sharded(modules: list[tuple[str, nn.Module]], mesh: Mesh) -> None:
         return
     assert mesh.folded is not None
     for stack in stacks(modules):
-        stack.weight = nn.Parameter(
-            DTensor.from_local(stack.weight.detach(), mesh.folded["ep"], [Shard(0)], run_check=False),
-            requires_grad=stack.weight.requires_grad,
-        )
+        for key, param in list(stack.named_parameters()):
+            value = DTensor.from_local(param.detach(), mesh.folded["ep"], [Shard(0)], run_check=False)
+            stack.register_parameter(key, nn.Parameter(value, requires_grad=param.requires_grad))
 
 
 def spread_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh, sequence: bool, halves: bool) -> None:
@@ -250,10 +250,12 @@ def shard_experts(modules: list[tuple[str, nn.Module]], mesh: Mesh, plan: Plan, 
     parts = mesh.folded["ep_shard"].size()
     for _, module in modules:
         if isinstance(module, ExpertFeedForward):
-            # FSDP2 needs equal parts except along the first dim
-            shard(
-                module, rest, plan.zero, dtype, lambda p: Shard(next((d for d in (1, 2) if p.shape[d] % parts == 0), 0))
-            )
+            shard(module, rest, plan.zero, dtype, lambda p: Shard(_equal_parts(p, parts)))
+
+
+def _equal_parts(param: Tensor, parts: int) -> int:
+    """The dim along which FSDP2 shards: it needs equal parts except along the first."""
+    return next((d for d in range(1, param.dim()) if param.shape[d] % parts == 0), 0)
 
 
 def expert_gradient_sum(model: nn.Module, mesh: Mesh) -> tuple[frozenset[str], Start | None]:
@@ -261,7 +263,8 @@ def expert_gradient_sum(model: nn.Module, mesh: Mesh) -> tuple[frozenset[str], S
     summed."""
     if mesh.axis("ep") is None:
         return frozenset(), None
-    names = frozenset(f"{n}.weight" for n, m in model.named_modules() if isinstance(m, ExpertMatrices))
+    stacked = [(n, m) for n, m in model.named_modules() if isinstance(m, ExpertMatrices)]
+    names = frozenset(f"{n}.{key}" for n, m in stacked for key, _ in m.named_parameters())
     axis = mesh.axis("expert_replicate")
     return names, axis.start_all_reduce if axis is not None else None
 

@@ -47,6 +47,9 @@ class ActionTimes:
 class Pipelined:
     """The stages of this rank and the schedule they follow, with the interface of a SpreadModel."""
 
+    tables = None
+    """Models with embedding tables have no stages."""
+
     def __init__(
         self, stages: dict[int, SpreadModel], schedule: Schedule, axis: Axis, device: torch.device, dtype: torch.dtype,
         sequence_cut: int, load: ExpertLoad, at_once: frozenset[int] = frozenset(),

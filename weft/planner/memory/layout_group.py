@@ -24,7 +24,7 @@ from weft.planner.memory.states import UnitSizes, low_half_bytes
 from weft.planner.memory.step_trace import Regime, Stage, StepTrace, Unit
 from weft.planner.memory.unit_passes import Passes, PassTables
 from weft.planner.model.facts import Size
-from weft.planner.rules.context_rules import attends, has_short_window
+from weft.planner.rules.context_rules import attends, needs_whole_sequence
 from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.search.candidates import OFFLOADS, Layouts, distinct
 from weft.planner.search.space import MAX_MICROBATCH_TOKENS
@@ -281,6 +281,8 @@ class LayoutGroup:
             return size * (8.0 + 2 * FP32_BYTES * (model.dim or 0) + 1)
         if model.is_classifier:
             return size * (8.0 + FP32_BYTES * seq * model.patch_dim + 8 + 1)
+        if model.labels_samples:
+            return size * (8.0 + seq * 8 + 8 + 1)
         return size * (8.0 + seq * (8 + 8 + 1 + (16 if self.job.data.separates_documents else 0)))
 
     def _neighbours(self) -> Size:
@@ -325,7 +327,7 @@ def chunk_tokens(job: Job, layouts: Layouts) -> Size:
     if job.memory.chunk != "auto":
         return np.full(len(layouts), job.memory.chunk)
     long = job.data.seq_len / layouts.cp > MAX_MICROBATCH_TOKENS
-    if not attends(job) or job.model.experts is not None or has_short_window(job):
+    if not attends(job) or job.model.experts is not None or needs_whole_sequence(job):
         return np.zeros(len(layouts), np.int64)
     return np.where(long & ~(SPLITS[layouts.schedule] & (layouts.pp > 1)), LONG_SEQUENCE_CHUNK, 0)
 

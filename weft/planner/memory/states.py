@@ -134,7 +134,7 @@ def _sizes(
     sent = (column(compresses(job.comm.compression, w) for w in weights) > 0) & (
         (layouts.tp == 1) | is_cut | is_partial
     )
-    shards = [WeightShard(w.shape, own_held, bool(w.unit)) for w, own_held in zip(weights, held, strict=True)]
+    shards = [WeightShard(w.shape, own_held, w.in_block) for w, own_held in zip(weights, held, strict=True)]
     entries = [OPTIMIZERS[job.optim.name].of(shard) for shard in shards]
     pairs = list(zip(entries, shards, strict=True))
     numbers, scratch = (

@@ -28,7 +28,7 @@ class ParamShard:
 
     @property
     def for_optimizer(self) -> WeightShard:
-        return WeightShard(self.weight.shape, self.held, bool(self.weight.unit))
+        return WeightShard(self.weight.shape, self.held, self.weight.in_block)
 
     @property
     def gathered(self) -> int:

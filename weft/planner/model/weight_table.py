@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from weft.job.lora import Lora
 from weft.job.model import FAMILIES
+from weft.job.model_parts.lora import Lora
 from weft.job.schema import Latent, Model
 
 Shape = tuple[int, ...]
@@ -28,6 +28,11 @@ class Weight:
     """One matrix of every expert: [experts, out, in], of which each rank of ep has some."""
     trained: bool = True
     """Whether it has gradients and optimizer states; the weights of a model with adapters have none."""
+
+    @property
+    def in_block(self) -> bool:
+        """Whether it is a weight inside a block, not a bias."""
+        return bool(self.unit) and not self.name.endswith(".bias")
 
     def on_tp(self, tp: int, rank: int) -> Shape:
         """Its shape on one rank of tp; the last shards may be shorter."""
@@ -75,18 +80,32 @@ def _transformer(m: Model, sequence: bool, first: int, end: int, begins: bool, e
             yield Weight("embed.weight", (vocab, dim), "", 0)
         if m.positions == "learned":
             yield Weight("positions.weight", (_int(m.max_len), dim), "", None, sequence)
+        if m.token_types:
+            yield Weight("types.weight", (m.token_types, dim), "", None, sequence)
+        if m.is_encoder:
+            yield from _norm(m, "embed_norm", "", dim, sequence)
     for i in range(first, end):
         yield from _block(m, sequence, f"blocks.{i}", m.experts is not None and i >= m.experts.first_dense)
     if ends:
-        yield from _norm(m, "norm", "", dim, sequence)
+        if m.is_encoder and not m.classes:
+            yield Weight("transform.weight", (dim, dim), "", None, sequence)
+            yield Weight("transform.bias", (dim,), "", None, sequence)
+        if not m.classes:
+            yield from _norm(m, "norm", "", dim, sequence)
         if not (m.tied and begins):
-            yield Weight("head.weight", (vocab, dim), "", 0)
+            yield Weight("head.weight", (m.outputs, dim), "", 0)
+        if m.is_encoder:
+            yield Weight("head.bias", (m.outputs,), "", 0)
+        if m.classes:
+            yield Weight("head.pooler.weight", (dim, dim), "", None, True)
+            yield Weight("head.pooler.bias", (dim,), "", None, True)
 
 
 def _block(m: Model, sequence: bool, unit: str, routed: bool) -> Iterator[Weight]:
     dim, ffn, hd = _int(m.dim), _int(m.ffn), _int(m.head_dim)
     heads, kv = _int(m.heads) * hd, _int(m.kv_heads) * hd
-    inputs, outputs = m.norm_at != "output", m.norm_at in ("output", "both")
+    inputs, outputs = m.norm_at in (None, "input", "both"), m.norm_at in ("output", "both")
+    residual = m.norm_at == "residual"
     qkv_bias, out_bias, mlp_bias = m.biases
     if inputs:
         yield from _norm(m, f"{unit}.attn_norm", unit, dim, sequence)
@@ -96,6 +115,8 @@ def _block(m: Model, sequence: bool, unit: str, routed: bool) -> Iterator[Weight
         for key, width in (("q", heads), ("k", kv), ("v", kv)):
             yield from _column(qkv_bias, f"{unit}.attn.{key}", unit, width, dim)
         yield from _row(out_bias, f"{unit}.attn.o", unit, dim, heads, sequence)
+    if m.sinks:
+        yield Weight(f"{unit}.attn.sinks.weight", (_int(m.heads),), unit, 0)
     for key, width in (("q_norm", heads), ("k_norm", kv)) if m.qk_norm else ():
         if m.qk_norm == "all":
             yield Weight(f"{unit}.attn.{key}.weight", (width,), unit, 0)
@@ -103,6 +124,8 @@ def _block(m: Model, sequence: bool, unit: str, routed: bool) -> Iterator[Weight
             yield from _norm(m, f"{unit}.attn.{key}", unit, hd, True)
     if outputs:
         yield from _norm(m, f"{unit}.attn_out_norm", unit, dim, sequence)
+    if residual:
+        yield from _norm(m, f"{unit}.attn_sum_norm", unit, dim, sequence)
     if inputs:
         yield from _norm(m, f"{unit}.mlp_norm", unit, dim, sequence)
     if routed:
@@ -113,6 +136,8 @@ def _block(m: Model, sequence: bool, unit: str, routed: bool) -> Iterator[Weight
         yield from _row(mlp_bias, f"{unit}.mlp.down", unit, dim, ffn, sequence)
     if outputs:
         yield from _norm(m, f"{unit}.mlp_out_norm", unit, dim, sequence)
+    if residual:
+        yield from _norm(m, f"{unit}.mlp_sum_norm", unit, dim, sequence)
 
 
 def _latent_attention(m: Model, latent: Latent, name: str, unit: str, sequence: bool) -> Iterator[Weight]:
@@ -134,9 +159,12 @@ def _experts(m: Model, unit: str, sequence: bool) -> Iterator[Weight]:
     e, dim, gates = m.experts, _int(m.dim), ("gate", "up") if m.gated else ("up",)
     ffn = _int(e.ffn)
     yield Weight(f"{unit}.mlp.router.weight", (e.count, dim), unit, None, True)
-    for key in gates:
-        yield Weight(f"{unit}.mlp.experts.{key}.weight", (e.count, ffn, dim), unit, None, True, True)
-    yield Weight(f"{unit}.mlp.experts.down.weight", (e.count, dim, ffn), unit, None, True, True)
+    if e.biases:
+        yield Weight(f"{unit}.mlp.router.bias", (e.count,), unit, None, True)
+    for key, shape in (*((gate, (ffn, dim)) for gate in gates), ("down", (dim, ffn))):
+        yield Weight(f"{unit}.mlp.experts.{key}.weight", (e.count, *shape), unit, None, True, True)
+        if e.biases:
+            yield Weight(f"{unit}.mlp.experts.{key}.bias", (e.count, shape[0]), unit, None, True, True)
     if e.shared:
         for key in gates:
             yield Weight(f"{unit}.mlp.shared.{key}.weight", (e.shared_width, dim), unit, 0)

@@ -15,7 +15,8 @@ from weft.planner.rules.expert_rules import experts_rule
 from weft.planner.rules.fp8_rules import fp8_rule
 from weft.planner.rules.memory_rules import offload_rule, recompute_rule, tiers_rule
 from weft.planner.rules.pipeline_rules import own_model_rule, pipeline_rule
-from weft.planner.rules.tensor_rules import heads_rule, width_rule
+from weft.planner.rules.table_rules import tables_rule
+from weft.planner.rules.tensor_rules import heads_rule, padding_rule, width_rule
 from weft.planner.sync import sync_rule
 
 Rule = Callable[[Job, Plan], str | None]
@@ -43,12 +44,12 @@ def power_cap_rule(job: Job, plan: Plan) -> str | None:
     return f"watch.power_cap_w={job.watch.power_cap_w:g} limits GPUs, and the ranks are on {plan.device}; leave it out"
 
 
-TP_RULES: tuple[Rule, ...] = (heads_rule, width_rule)
+TP_RULES: tuple[Rule, ...] = (heads_rule, width_rule, padding_rule)
 
 RULES: tuple[Rule, ...] = (
     *TP_RULES, lora_rule, batch_rule, microbatch_rule, ramp_rule, drop_last_rule, metrics_rule, pipeline_rule,
     own_model_rule, sequence_rule, window_rule, cp_style_rule, offload_rule, tiers_rule, fp8_rule, experts_rule,
-    recompute_rule, allreduce_rule, compressed_experts_rule, sync_rule, encryption_rule,
+    recompute_rule, allreduce_rule, compressed_experts_rule, sync_rule, encryption_rule, tables_rule,
 )  # fmt: skip
 """A layout that breaks one of these can be neither planned nor trained."""
 

@@ -12,7 +12,7 @@ import numpy as np
 from weft.job.compression import COMPRESSORS
 from weft.job.schema import Job
 from weft.planner.rules.arithmetic import divisors
-from weft.planner.rules.context_rules import has_short_window
+from weft.planner.rules.context_rules import needs_whole_sequence
 from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.search.candidates import (
     CP_STYLES,
@@ -110,7 +110,7 @@ def job_space(job: Job, world: int, precision: str, recompute: Iterable[str] = R
     layers = model.layers or 1
     parts = layers if model.is_stack else layers + 2
     tp = [d for d in options if width % d == 0 and (not heads or (heads % d == 0 and kv % d == 0))]
-    whole = has_short_window(job)
+    whole = needs_whole_sequence(job)
     cp = [
         d
         for d in options

@@ -146,7 +146,7 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
         for kind in ("all_gather", "reduce_scatter") if plan.sequence else ("all_reduce",):
             tp[kind] -= times * one
     if ends:  # for each target: the largest logit, and three sums over the vocabulary
-        targets = plan.microbatch * (1 if model.is_classifier else job.data.seq_len // plan.cp)
+        targets = plan.microbatch * (1 if model.labels_samples else job.data.seq_len // plan.cp)
         tp["all_reduce"] += times * targets * 4 * FP32_BYTES
 
 
@@ -230,7 +230,7 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
                 passes = (3.0 if shard.weight.trained else 2.0) + (1.0 if plan.recompute == "full" else 0.0)
                 total += 2.0 * passes * samples * seq * each / plan.cp / plan.tp
                 continue
-            if len(shard.weight.shape) != 2 or name == "positions.weight":
+            if len(shard.weight.shape) != 2 or name in ("positions.weight", "types.weight"):
                 continue
             if name == "embed.weight" and not model.is_classifier:
                 if model.tied and ends:
@@ -238,7 +238,7 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
                 continue
             passes = 3.0
             if not shard.weight.unit:
-                tokens = samples * (1 if name == "head.weight" and model.is_classifier else seq)
+                tokens = samples * (1 if name.startswith("head.") and model.labels_samples else seq)
                 passes = 2.0 if name == "embed.weight" else 3.0  # patches need no gradient
             else:
                 tokens = samples * seq

@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.models.fp8_linear import E4M3, E5M2, FAST_ACCUMULATION, Fp8Recipe, cast, largest, scale_for, scaled_mm
+from weft.models.fp8.fp8_linear import E4M3, E5M2, FAST_ACCUMULATION, Fp8Recipe, cast, largest, scale_for, scaled_mm
 from weft.models.loss import HeadProducts
 from weft.planner.engine_constants import FP8_ALIGNMENT, FP8_LOGITS_CHUNKS, LOGITS_BYTES
 
 
 def _by_rows(x: Tensor, scale: Tensor) -> Tensor:
     if x.is_cuda:
-        from weft.models import fp8_kernels
+        from weft.models.fp8 import fp8_kernels
 
         return fp8_kernels.cast_rows(x, scale, E4M3)
     return cast(x, scale, E4M3)
@@ -25,7 +25,7 @@ def _by_rows(x: Tensor, scale: Tensor) -> Tensor:
 def _transpose_into(x: Tensor, out: Tensor) -> None:
     """Transpose fp8 values [rows, columns] into out [columns, rows], which may have a larger row stride."""
     if x.is_cuda:
-        from weft.models import fp8_kernels
+        from weft.models.fp8 import fp8_kernels
 
         fp8_kernels.transpose(x, out)
     else:

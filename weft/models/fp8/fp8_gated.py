@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft.models.attention import TokenInfo
 from weft.models.feedforward import FeedForward
-from weft.models.fp8_linear import (
+from weft.models.fp8.fp8_linear import (
     E4M3,
     E5M2,
     FAST_ACCUMULATION,
@@ -46,7 +46,7 @@ def _both(v: Tensor, scale: Tensor, seen: Tensor, dtype: torch.dtype) -> RowsAnd
 def cast_both(x: Tensor, scale: Tensor, seen: Tensor, dtype: torch.dtype) -> RowsAndColumns:
     """x · scale in fp8; `seen` [1] becomes at least x's largest magnitude."""
     if x.is_cuda:
-        from weft.models import fp8_kernels
+        from weft.models.fp8 import fp8_kernels
 
         return fp8_kernels.cast_both(x, scale, seen, dtype)
     return _both(x, scale, seen, dtype)
@@ -54,7 +54,7 @@ def cast_both(x: Tensor, scale: Tensor, seen: Tensor, dtype: torch.dtype) -> Row
 
 def swiglu_both(gate: Tensor, up: Tensor, scale: Tensor, seen: Tensor) -> RowsAndColumns:
     if gate.is_cuda:
-        from weft.models import fp8_kernels
+        from weft.models.fp8 import fp8_kernels
 
         return fp8_kernels.swiglu_both(gate, up, scale, seen, E4M3)
     return _both(F.silu(gate.float()) * up.float(), scale, seen, E4M3)
@@ -65,7 +65,7 @@ def swiglu_back_both(
 ) -> tuple[RowsAndColumns, RowsAndColumns]:
     """The gradients of both factors."""
     if gate.is_cuda:
-        from weft.models import fp8_kernels
+        from weft.models.fp8 import fp8_kernels
 
         a, b, c, d = fp8_kernels.swiglu_back_both(gate, up, grad, *scales, *seen, E5M2)
         return (a, b), (c, d)

@@ -1,0 +1,207 @@
+"""Processes that read, decode and augment samples beside a rank."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import multiprocessing as mp
+import multiprocessing.connection as connections
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from weft.data.dataset import Dataset, Sample
+from weft.data.sampler import Ints
+
+CHUNK_SAMPLES = 16
+"""Samples that a worker reads for one message."""
+ROOM = 1.25
+"""Shared memory of a chunk, relative to chunks of the dataset's first sample."""
+MAX_AUTO_WORKERS = 16
+PARENT_CHECK_S = 2.0
+
+Arrays = dict[str, np.ndarray]
+
+
+class SampleChunk(NamedTuple):
+    """Samples of one microbatch that one worker reads."""
+
+    part: int
+    start: int
+    ids: Ints
+    indices: Ints
+
+
+def auto_workers(device: torch.device, local_ranks: int, dataset: Dataset) -> int:
+    """Workers for data.workers=auto: the cores of a GPU rank but one, for datasets that decode images."""
+    if device.type != "cuda" or not getattr(dataset, "decodes", False):
+        return 0
+    return max(0, min(MAX_AUTO_WORKERS, len(os.sched_getaffinity(0)) // max(1, local_ranks) - 1))
+
+
+def read_sample(dataset: Dataset, number: int, index: int, in_epoch: int) -> Sample:
+    """The training sample of an index; `number` is its place in the run, of which an epoch has `in_epoch`."""
+    if getattr(dataset, "takes_epoch", False):
+        return dataset.train(index, number // in_epoch)  # type: ignore[call-arg]
+    return dataset.train(index)
+
+
+class SampleWorkers:
+    """Forked processes that read chunks of samples into memory they share with this one.
+
+    Each has two slots, so that it reads one chunk while the other is copied. A chunk that does not fit into its slot
+    comes through the pipe.
+    """
+
+    def __init__(self, dataset: Dataset, count: int) -> None:
+        first = dataset.train(0)
+        self._slot = int(ROOM * CHUNK_SAMPLES * sum(np.asarray(v).nbytes for v in first.values())) + 4096
+        self._memory = mmap.mmap(-1, 2 * count * self._slot)
+        context = mp.get_context("fork")
+        self._pipes: list[connections.Connection[Any, Any]] = []
+        self._processes = []
+        for number in range(count):
+            ours, theirs = context.Pipe()
+            slots = [memoryview(self._memory)[(2 * number + i) * self._slot :][: self._slot] for i in range(2)]
+            process = context.Process(target=_work, args=(dataset, theirs, slots, os.getpid()), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def read(self, ids: Ints, indices: Ints, parts: list[slice], in_epoch: int, pin: bool) -> list[Any] | None:
+        """Samples in microbatches, as a dict of tensors each; None if their shapes differ."""
+        out: list[Any] = [{} for _ in parts]
+        regular = True
+        for chunk, arrays in self._chunks(_cut(ids, indices, parts), in_epoch):
+            size = parts[chunk.part].stop - parts[chunk.part].start
+            held = out[chunk.part]
+            if arrays is None or (held and held.keys() != arrays.keys()):
+                regular = False
+                continue
+            for key, array in arrays.items():
+                if key not in held:
+                    dtype = torch.from_numpy(array[:0]).dtype
+                    held[key] = torch.empty((size, *array.shape[1:]), dtype=dtype, pin_memory=pin)
+                if held[key].shape[1:] != array.shape[1:]:
+                    regular = False
+                else:
+                    held[key][chunk.start : chunk.start + len(array)] = torch.from_numpy(array)
+        return out if regular else None
+
+    def _chunks(self, chunks: list[SampleChunk], in_epoch: int) -> Iterator[tuple[SampleChunk, Arrays | None]]:
+        """Each chunk with its arrays, in the order in which they are read; None where samples differ in shape."""
+        todo, under_way = deque(chunks), 0
+        free = deque((worker, slot) for slot in range(2) for worker in range(len(self._pipes)))
+        while todo or under_way:
+            while todo and free:
+                worker, slot = free.popleft()
+                with self._check_alive(worker):
+                    self._pipes[worker].send((slot, todo.popleft(), in_epoch))
+                under_way += 1
+            for pipe in connections.wait(self._pipes):
+                worker = self._pipes.index(pipe)  # type: ignore[arg-type]
+                with self._check_alive(worker):
+                    chunk, slot, result = self._pipes[worker].recv()
+                if isinstance(result, BaseException):
+                    raise result
+                yield chunk, self._arrays(worker, slot, result)
+                free.append((worker, slot))
+                under_way -= 1
+
+    @contextmanager
+    def _check_alive(self, worker: int) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, ConnectionResetError, BrokenPipeError):
+            process = self._processes[worker]
+            process.join(PARENT_CHECK_S)
+            raise RuntimeError(f"a process of data.workers ended with exit code {process.exitcode}") from None
+
+    def _arrays(self, worker: int, slot: int, result: Any) -> Arrays | None:
+        if not isinstance(result, list):
+            return None if result is None else dict(result)
+        at = (2 * worker + slot) * self._slot
+        return {
+            key: np.frombuffer(self._memory, dtype, int(np.prod(shape)), at + offset).reshape(shape)
+            for key, dtype, shape, offset in result
+        }
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            process.join()
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+
+def _cut(ids: Ints, indices: Ints, parts: list[slice]) -> list[SampleChunk]:
+    return [
+        SampleChunk(number, start - part.start, ids[start:end], indices[start:end])
+        for number, part in enumerate(parts)
+        for start in range(part.start, part.stop, CHUNK_SAMPLES)
+        for end in [min(start + CHUNK_SAMPLES, part.stop)]
+    ]
+
+
+def _work(
+    dataset: Dataset, pipe: connections.Connection[Any, Any], slots: list[memoryview], parent: int
+) -> None:  # pragma: no cover - runs in a forked process
+    """Read chunks until the pipe or the parent ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    while True:
+        while not pipe.poll(PARENT_CHECK_S):
+            if os.getppid() != parent:
+                os._exit(0)
+        try:
+            slot, chunk, in_epoch = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            os._exit(0)
+        try:
+            result: Any = _stored(_stacked(dataset, chunk, in_epoch), slots[slot])
+        except BaseException as error:  # raised again in the rank
+            result = error
+        try:
+            pipe.send((chunk, slot, result))
+        except (TypeError, AttributeError, ValueError):  # an error that cannot be pickled
+            pipe.send((chunk, slot, RuntimeError(f"{type(result).__name__}: {result}")))
+
+
+def _stacked(dataset: Dataset, chunk: SampleChunk, in_epoch: int) -> Arrays | None:
+    samples = [
+        {key: np.asarray(v) for key, v in read_sample(dataset, int(k), int(i), in_epoch).items()}
+        for k, i in zip(chunk.ids, chunk.indices, strict=True)
+    ]
+    shapes = {key: (v.shape, v.dtype) for key, v in samples[0].items()}
+    if any({key: (v.shape, v.dtype) for key, v in s.items()} != shapes for s in samples):
+        return None
+    return {key: np.stack([s[key] for s in samples]) for key in shapes}
+
+
+def _stored(arrays: Arrays | None, slot: memoryview) -> Any:
+    """Where in the slot each array was copied to; the arrays themselves if they do not fit."""
+    if arrays is None:
+        return None
+    places, at = [], 0
+    for key, array in arrays.items():
+        places.append((key, array.dtype.str, array.shape, at))
+        at += -(-array.nbytes // 64) * 64
+    if at > len(slot):
+        return arrays
+    memory = np.frombuffer(slot, np.uint8)
+    for (_, _, _, start), array in zip(places, arrays.values(), strict=True):
+        memory[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return places

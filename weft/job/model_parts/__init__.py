@@ -1,0 +1,1 @@
+"""Sections inside of `model`."""

@@ -1,0 +1,1 @@
+"""Recommenders: models with embedding tables."""
