@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +32,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for eac
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) == signal.SIG_IGN:  # as in background jobs; runs would inherit it and never stop
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     config.option.loadscopereorder = False  # xdist would begin with the files of the most tests
     gc.disable()  # while all is imported
 
@@ -56,11 +60,13 @@ def one_thread() -> None:
 def pool() -> Iterator[RankPool]:
     """Ranks over Gloo, one thread each, that stay alive for the whole session."""
     from helpers import on_ranks
+    from helpers.forked_python import forked_fork_server
 
     from weft.launch.rank_pool import RankPool
 
     with RankPool(timeout_s=600) as ranks:
-        ranks.run(on_ranks.ready, WORLD)
+        with forked_fork_server():
+            ranks.run(on_ranks.ready, WORLD)
         yield ranks
 
 
