@@ -20,11 +20,12 @@ if TYPE_CHECKING:  # the process that only hands out tests to others need not im
 
 WORLD = 4
 LONG = (
-    "test_readme", "test_dryrun", "test_pipeline", "test_code_base", "test_parity", "test_recovery", "test_resume",
-    "test_consistency", "test_families", "test_mpi", "test_experts", "test_compression", "test_early_signals",
-    "test_recipe", "test_fp8_layouts", "test_local_sgd", "test_layouts", "test_context", "test_compile_cache",
+    "test_readme", "test_experts", "test_dryrun", "test_pipeline", "test_consistency", "test_compression",
+    "test_code_base", "test_parity", "test_context", "test_layouts", "test_recipe", "test_families", "test_resume",
+    "test_slurm", "test_recovery", "test_local_sgd", "test_plan", "test_fp8_layouts", "test_algorithms", "test_cli",
+    "test_recompute", "test_expert_rebalance", "test_replicas", "test_several_nodes", "test_guards", "test_chaos",
 )  # fmt: skip
-"""Files that take 25 s of CPU and more, the longest first: one that came last would leave the other workers idle."""
+"""Files that take 20 s of CPU and more, the longest first: one that came last would leave the other workers idle."""
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of hundreds of commands would compile all of weft again
 sys.dont_write_bytecode = False
