@@ -89,7 +89,7 @@ def find_tokenizer(name: str | Path) -> Path:
             return path
     except (OSError, ValueError):  # a name too long, or with a NUL
         pass
-    hint = "write bytes, the path of a tokenizer.json, or bpe:8000 where a store is built"
+    hint = "write bytes or the path of a tokenizer.json; `weft data build --tokenizer bpe:8000` trains one"
     if str(name).lower().startswith("byte"):
         hint = "did you mean bytes?"
     raise JobError(f"no tokenizer is at {str(name)!r}; {hint}")

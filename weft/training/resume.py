@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
@@ -104,7 +105,7 @@ def merge_old_snapshots(session: Session) -> None:
 
 def newest_on_disk(session: Session) -> int:
     """The step of the newest checkpoint that rank 0 sees, by name; -1 where there is none."""
-    found = entries(session.run.checkpoints) if session.mesh.rank == 0 else []
+    found = entries(session.checkpoints.folder) if session.mesh.rank == 0 else []
     steps = [entry.step for entry in found if entry.kind == "good"]
     return cast(int, session.mesh.all_gather_json(max(steps, default=-1))[0])
 
@@ -193,8 +194,9 @@ def _warn_about_data(session: Session, before: object) -> None:
 
 
 def _truncate_sample_records(session: Session) -> None:
-    """Drop the recorded samples after the resumed step."""
-    if session.mesh.rank == 0:
+    """Drop the recorded samples after the resumed step: in the run folder, or on each node in its own."""
+    first = os.environ.get("LOCAL_RANK", "0") == "0" if session.job.checkpoint.to else session.mesh.rank == 0
+    if first:
         for path in session.run.samples.glob("rank-*.jsonl"):
             kept = [json.dumps(line) + "\n" for line in read_jsonl(path) if _is_before(line, session.state.step)]
             path.write_text("".join(kept), encoding="utf-8")

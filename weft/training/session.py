@@ -36,6 +36,7 @@ from weft.training.resume import (
     resume_from_memory,
 )
 from weft.training.run_energy import RunEnergy, open_energy
+from weft.training.run_history import fetch_history, upload_history
 from weft.training.slices_file import write_slices
 from weft.training.state import State, meta_problem
 from weft.training.step import Stepper
@@ -195,6 +196,9 @@ def open_session(
     torch.backends.cudnn.benchmark = mesh.device.type == "cuda"  # shapes do not change, so convolutions are timed once
     dataset = dataset or open_dataset(job)
     state = build_state(job, plan, mesh, initial_weights(job, run, mesh))
+    c = job.checkpoint
+    if mesh.rank == 0:
+        fetch_history(run, run.shared(c.to))
     journal = Journal(run) if mesh.rank == 0 else None
 
     def on_event(kind: str, **fields: Any) -> None:
@@ -208,11 +212,11 @@ def open_session(
         if journal is not None:
             journal.event("checkpoint" if kind == "checkpoint_saved" else kind, **fields)
 
-    c = job.checkpoint
     checkpoints = Checkpointer(
-        run.checkpoints, group=mesh.disk_group, keep=c.keep, keep_every=c.keep_every, background=c.background,
+        run.checkpoints_in(c.to), group=mesh.disk_group, keep=c.keep, keep_every=c.keep_every, background=c.background,
         on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None,
         any_rank=lambda mine: any(mesh.all_gather_json(mine)), meta_problem=meta_problem, fence=heartbeat.fence,
+        after_save=lambda: upload_history(run, run.shared(c.to)),
     )  # fmt: skip
     memory = os.environ.get("WEFT_MEMORY")  # a folder that the launcher made, which outlives this process
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
