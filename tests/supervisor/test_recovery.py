@@ -22,7 +22,7 @@ from weft.watch.journal import read_jsonl
 
 STEPS = 125
 JOB: dict[str, Any] = {
-    "model": {"dim": 16, "layers": 1, "heads": 4, "kv_heads": 2, "ffn": 32, "dropout": 0.1, "tied": True},
+    "model": {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 32, "dropout": 0.1, "tied": True},
     "data": {"seq_len": 16, "record_ids": True},
     "train": {"steps": STEPS, "global_batch": 8, "microbatch": 2, "eval_every": 50, "eval_batches": 1, "ema": 0.9},
     "optim": {"lr": 3e-3, "eps": 1e-6},
