@@ -286,3 +286,19 @@ def evaluated(job: Job | Planned) -> dict[str, float]:
         dp_size=plan.dp, limit=job.train.eval_batches,
     )  # fmt: skip
     return stepper.evaluate([[to_device(b, mesh.device) for b in step] for step in batches])
+
+
+def replica_norms(job: Job | Planned) -> tuple[list[float], float, list[float]]:
+    """Square norms of each replica's gradient as measured, the norm of their mean, and the former computed again."""
+    job, plan, mesh, stepper, loader = begin(job)
+    batches = [to_device(b, mesh.device) for b in next(loader)]
+    module, loss_of = stepper.state.model.parts[0].module, stepper.loss_of(0.0)
+    count = sum(int(b["valid"].sum()) for b in batches)
+    loss = sum(loss_of(module, b) for b in batches) / count
+    alone = sum(float(g.square().sum()) for g in torch.autograd.grad(loss, list(module.parameters())))
+    grads = stepper.gradients(batches)
+    assert grads.local_square is not None
+    measured = float(grads.local_square * (grads.factor * plan.dp) ** 2)
+    norm, _ = stepper.update(grads, 0.0)
+    everyone = mesh.all_gather_json([measured, alone])
+    return [float(m) for m, _ in everyone], float(norm), [float(a) for _, a in everyone]
