@@ -169,12 +169,13 @@ def _whole_state(stepper: Stepper) -> dict[str, Tensor]:
     return held
 
 
+@torch.no_grad()
 def wholes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of whole tensors on every rank, gathered in few messages."""
-    shards = {n: shard_of(t) for n, t in tensors.items()}
-    out = {n: local_of(t.detach()).new_zeros(t.shape) for n, t in tensors.items()}
+    shards, parts = ({n: of(t) for n, t in tensors.items()} for of in (shard_of, local_of))
+    out = {n: parts[n].new_zeros(t.shape) for n, t in tensors.items()}
     for n, whole in out.items():
-        whole[shards[n].box] = local_of(tensors[n].detach())
+        whole[shards[n].box] = parts[n]
     for kind in {t.dtype for t in out.values()}:
         names = [n for n in out if out[n].dtype == kind]
         add_up([[out[n]] for n in names], [shards[n] for n in names])

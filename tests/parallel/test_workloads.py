@@ -15,6 +15,7 @@ from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
 from weft.models.build_model import build_model
 from weft.models.user.contrastive import contrastive_losses
+from weft.planner import make_plan
 from weft.planner.rules.layout_syntax import ranks
 from weft.verify.prove import with_layout
 
@@ -75,7 +76,7 @@ def test_metrics_do_not_depend_on_the_layout(pool: RankPool, job: Job, names: se
     found = {}
     for layout in ("1", "dp_replicate 2", "dp_shard 4 zero=3"):
         spread = section(layout)
-        answers = pool.run(on_ranks.evaluated, ranks(spread), with_layout(job, spread))
+        answers = pool.run(on_ranks.evaluated, ranks(spread), make_plan(with_layout(job, spread)))
         assert all(answer == answers[0] for answer in answers)
         found[layout] = answers[0]
     one = found.pop("1")

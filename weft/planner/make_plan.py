@@ -386,7 +386,7 @@ def _predict(start: PlanStart, plan: Plan, estimator: Estimator | None) -> dict[
     predicted = run_memory({part: float(gib[0]) for part, gib in made.memory.items()})
     moved = sum(communication_bytes(job, plan).values())
     predicted["communication_mib"] = moved / 2**20
-    if (last := sum(communication_bytes(job, plan, last=True).values())) < moved:
+    if plan.compression != "none" and (last := sum(communication_bytes(job, plan, last=True).values())) < moved:
         predicted["communication_last_mib"] = last / 2**20
     if peak_flops(plan, job):
         predicted |= {"step_time_s": float(made.step_time_s[0]), "mfu": float(made.mfu[0])}
