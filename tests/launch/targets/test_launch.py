@@ -50,6 +50,24 @@ def test_detached_launch_is_stopped(tmp_path: Path, in_process: InProcess, inter
     assert json.loads(in_process(tmp_path, "runs", "--json").out)["runs"][0]["state"] == "stopped"
 
 
+def test_run_of_weft_train_is_not_stopped(tmp_path: Path, in_process: InProcess) -> None:
+    run = tmp_path / "runs" / "by-train"
+    run.mkdir(parents=True)
+    (run / "job.yaml").write_text("name: by-train\n", encoding="utf-8")
+    for command in ("stop", "attach"):
+        refused = in_process(tmp_path, command, "by-train")
+        assert (refused.code, "was started by weft train, not by weft launch" in refused.last) == (2, True)
+
+
+def test_refused_submission_leaves_no_files(
+    tmp_path: Path, in_process: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_small_job(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "there is no sbatch here" in in_process(tmp_path, "launch", "job.yaml", "--on", "slurm").last
+    assert not (tmp_path / "runs").exists()
+
+
 def test_print_and_dry_run_write_nothing(tmp_path: Path, in_process: InProcess) -> None:
     write_small_job(tmp_path)
     printed = in_process(tmp_path, "launch", "job.yaml", "--on", "local", "--print")
