@@ -18,6 +18,7 @@ from weft.data.file_array import FileArray
 from weft.data.mixture import MixedDataset, SourceShares
 from weft.data.order import OrderedDataset, SampleOrder
 from weft.data.prepared_files import prepared_store
+from weft.data.recommend.ratings import RATING_SOURCES, open_ratings, reads_ratings
 from weft.data.store import is_store, open_store, store_tokenizer
 from weft.data.synthetic import open_synthetic
 from weft.data.tasks.labeled_texts import open_labeled_texts
@@ -33,7 +34,7 @@ from weft.job.token_files import read_meta
 Sample = dict[str, np.ndarray]
 """inputs, targets and valid (and docs and positions when data.mask_documents), each without a batch dim."""
 
-_NAMES = (*CORPORA, *RECORD_CORPORA, "synthetic", *IMAGE_SOURCES)
+_NAMES = (*CORPORA, *RECORD_CORPORA, "synthetic", *IMAGE_SOURCES, *RATING_SOURCES)
 
 
 class Dataset(Protocol):
@@ -91,6 +92,8 @@ def _open_source(job: Job, source: str, format: str | None) -> Dataset:
     if source == "synthetic":
         return open_synthetic(job)
     own = job.model_copy(update={"data": data.model_copy(update={"source": source})})
+    if format is None and reads_ratings(own):
+        return open_ratings(own)
     if format is None and reads_images(own):
         return open_images(own)
     if format is None and is_user_dataset(source):

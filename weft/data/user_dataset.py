@@ -71,6 +71,8 @@ class UserDataset:
         """Integer targets must be below it instead, where the model gives labels."""
         self._tokens, self._classes = model.takes_tokens, model.takes_tokens or model.is_classifier
         self._plain, self._several = not model.module, isinstance(model.loss, dict)
+        self._rows = {key: (table.name, table.rows) for table in model.tables for key in table.keys}
+        """By key of a sample with ids: the table and its number of rows."""
         self._patch_dim = model.patch_dim if model.is_classifier else None
         self._patch = (model.patch or 4, model.channels or 3)
         self.train_len = self._length("train_len", least=1)
@@ -113,6 +115,12 @@ class UserDataset:
         sample = self._arrays(read(index), where)
         if self._patch_dim is not None:
             sample["inputs"] = self._patches(sample["inputs"], where)
+        for key, (table, rows) in self._rows.items():
+            ids = sample.get(f"inputs/{key}")
+            if ids is not None and ids.size and not (int(ids.min()) >= -1 and int(ids.max()) < rows):
+                wrong = int(ids.max() if ids.max() >= rows else ids.min())
+                raise self._refuse(f"gave the id {wrong} in {key} of {where}, and the table {table} has rows={rows}; "
+                                   "ids are from 0 to rows - 1, or -1 for none")  # fmt: skip
         if "targets" in sample:
             self._check_targets(sample, where)
         elif "valid" not in sample:

@@ -68,7 +68,8 @@ class Data(Section):
     source: str = "pydoc"
     """pydoc (Python's reference documentation), stdlib (Python's source code), docstrings (questions about Python's
     functions, with answers), synthetic, the path of a token store made by `weft data build`, a file or folder of
-    data.format, mnist, fashion-mnist, the path of image files, or your own dataset as package.module:name."""
+    data.format, mnist, fashion-mnist, the path of image files, movielens or a folder with its files, or your own
+    dataset as package.module:name."""
     format: Literal["text", "chat", "instruction", "labels"] | None = None
     """What the files at data.source hold: text, conversations (chat), questions with answers (instruction), or texts
     with labels (labels, of bert with model.classes). Then it may be a JSONL, parquet or arrow file or a folder, for
@@ -109,6 +110,8 @@ class Data(Section):
     batch continues with the next epoch, so that every sample is read once an epoch."""
     images: ImageData | None = None
     """Read images from data.source, as this section says."""
+    negatives: int = Field(4, ge=1, le=100_000)
+    """Items that a user has not rated, drawn anew in each epoch for each rated one (movielens)."""
     prefetch: int = Field(2, ge=0, le=1000)
     """Batches to read ahead in the background."""
     workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"

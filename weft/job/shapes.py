@@ -118,14 +118,14 @@ def _resolve_model(model: Model, data: Data) -> Model:
     fields: dict[str, Any] = {"family": "llama", **shape, **given}
     family = FAMILIES[fields["family"]]
     fields = {**family.defaults, **fields}
+    if model.tables and not family.has_tables:
+        with_tables = listed(each.name for each in FAMILIES if each.has_tables)
+        raise JobError(f"model.tables has no effect on model.family={family.name}; family={with_tables} would work")
     for name in family.needed:
         if fields.get(name) in (None, ()):
             hint = "such as tables: [{name: user, rows: 1000}]" if name == "tables" else (
                 "or name a model.shape such as tiny or llama-1b")  # fmt: skip
             raise JobError(f"model.{name} is missing; give it, {hint}")
-    if model.tables and not family.has_tables:
-        with_tables = listed(each.name for each in FAMILIES if each.has_tables)
-        raise JobError(f"model.tables has no effect on model.family={family.name}; family={with_tables} would work")
     if family.structure == "module":
         return _module_of(family, Model.model_validate({**model.model_dump(exclude_none=True), **fields}), data)
     if family.structure != "stack":

@@ -14,6 +14,8 @@ from weft.planner.plan import Plan
 GIB, MIB = 2**30, 2**20
 MIN_CACHE_ROWS = 65_536
 """Default cache of a host table, where a tenth of its rows is less."""
+PLACE_BYTES = 9
+"""Bytes on the device for each row of a host table: its place in the cache, and whether it was used."""
 STATE_VALUES: dict[str, tuple[int, int]] = {"sgd": (0, 0), "adagrad": (0, 1), "adam": (2, 0), "rowwise_adam": (1, 1)}
 """By model.table_optim.name, the optimizer's values for each value of a row, and for each row."""
 
@@ -80,7 +82,7 @@ def _placed(job: Job, table: EmbeddingTable, spread: str, plan: Plan) -> dict[st
     return {
         "name": table.name, "rows": table.rows, "dim": dim, "spread": spread, "rank": None, "home": table.home,
         "cache_rows": cache, "gib": table.rows * bytes_a_row / GIB,
-        "device_gib": gib if cache is None else cache * bytes_a_row * width / dim / GIB + rows * 8 / GIB,
+        "device_gib": gib if cache is None else (cache * bytes_a_row * width / dim + rows * PLACE_BYTES) / GIB,
         "host_gib": gib if cache is not None else 0.0, "traffic_mib": sent / MIB,
     }  # fmt: skip
 

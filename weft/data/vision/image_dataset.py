@@ -26,7 +26,7 @@ def reads_images(job: Job) -> bool:
     if data.source in IMAGE_SOURCES or data.images is not None:
         return True
     path = Path(data.source)
-    if model.is_classifier or (model.module and model.family):
+    if model.is_classifier or (model.module and model.family and not model.tables):
         return path.exists()
     return path.is_dir() and find_idx(path) is not None
 
