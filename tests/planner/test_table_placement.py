@@ -76,3 +76,11 @@ def test_a_host_table_takes_its_cache_on_the_device() -> None:
 def test_clashes_are_refused(sections: dict[str, Any], table: dict[str, Any], message: str) -> None:
     with pytest.raises(JobError, match=message):
         plan_of([{"name": "a", "rows": 100, **table}], 2, **sections)
+
+
+def test_host_tables_must_fit_into_this_machine_but_not_a_cluster_elsewhere() -> None:
+    table = {"name": "a", "rows": 10**12, "home": "host", "cache_rows": 1000, "spread": "row"}
+    with pytest.raises(FitError, match=r"with home: host need .* GiB, and this machine has"):
+        plan_of([table], 4, cluster={"device": "cpu", "memory_gib": 10_000})
+    _, plan = plan_of([{**table, "rows": 10**9}], 8, cluster={"device": "h100-sxm", "devices_per_node": 8})
+    assert sum(rank_gib(plan, "host_gib")) == pytest.approx(10**9 * 65 * 4 / 2**30)

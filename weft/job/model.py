@@ -163,7 +163,7 @@ class Experts(Section):
         return self
 
 
-LOSSES = ("auto", "model", "cross_entropy", "nll", "bce", "mse", "l1", "smooth_l1")
+LOSSES = ("auto", "model", "cross_entropy", "nll", "bce", "mse", "l1", "smooth_l1", "contrastive")
 """Losses that a job may name (weft/models/user/named_losses.py)."""
 
 
@@ -190,6 +190,8 @@ class NamedLoss(Section):
     @field_validator("function")
     @classmethod
     def _known(cls, value: str) -> str:
+        if value in ("model", "contrastive"):
+            raise ValueError(f"must be a loss of one output and one target, not {value}, which is a model.loss alone")
         return check_loss(value)
 
 
@@ -215,8 +217,12 @@ class Model(Section):
     loss: str | dict[str, NamedLoss] = "auto"
     """Loss of your own module: auto (cross-entropy for integer targets, otherwise squared error; the module's own where
     samples have no targets), model (the module's own), cross_entropy, nll, bce, mse, l1, smooth_l1, a
-    package.module:function that takes (outputs, targets) and returns one loss per target, or several losses by name,
-    such as {label: cross_entropy, box: {function: l1, weight: 0.5}}."""
+    package.module:function that takes (outputs, targets) and returns one loss per target, contrastive (of the vectors
+    of two towers, over the samples of all replicas), or several losses by name, such as {label: cross_entropy, box:
+    {function: l1, weight: 0.5}}."""
+    frozen: tuple[str, ...] = ()
+    """Weights of your own module that are not trained, by name or pattern, such as image or text.blocks.*: they have no
+    gradients and no optimizer states."""
     batch_norm: Literal["all", "rank"] = "all"
     """Statistics of batch norms in training: over the samples of all replicas, as one process would compute them, or of
     each rank's own samples."""

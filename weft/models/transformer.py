@@ -13,7 +13,7 @@ from weft.job.schema import Model
 from weft.models.attention import TokenInfo
 from weft.models.attention_layer import Attention
 from weft.models.dropout import Dropout, salt
-from weft.models.feedforward import ACTIVATIONS, FeedForward
+from weft.models.feedforward import FeedForward, make_activation
 from weft.models.latent_attention import LatentAttention
 from weft.models.lora import Adapter
 from weft.models.loss import HeadProducts, HeadProductsFactory, linear_cross_entropy
@@ -170,7 +170,7 @@ class Transformer(nn.Module):
         self.keyed = bool(m.dropout or (m.lora and m.lora.dropout))
         self.blocks = nn.ModuleList(Block(m, i) for i in range(m.layers))
         self.transform = nn.Linear(m.dim, m.dim) if m.is_encoder and not m.classes else None
-        self.transform_activation = ACTIVATIONS[m.activation or "gelu"]
+        self.transform_activation = make_activation(m)
         self.norm: nn.Module | None = None if m.classes else make_norm(m, m.dim)
         self.head: Head | None = Head(m)
         self.aliases = {"head.weight": "embed.weight"} if m.tied else {}

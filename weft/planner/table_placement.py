@@ -61,6 +61,8 @@ def with_tables(job: Job, plan: Plan, memory_gib: float) -> Plan:
     }  # fmt: skip
     plan = replace(plan, tables=rows, table_optim=settings)
     _check_fits(plan, memory_gib)
+    if job.cluster.device in ("auto", "cpu", "cuda") and job.cluster.nodes == 1:
+        _check_host(plan)
     return plan
 
 
@@ -107,9 +109,12 @@ def _check_fits(plan: Plan, memory_gib: float) -> None:
             f"the embedding tables need {needed:.2f} GiB on a rank, and {plan.device_name} has {memory_gib:.2f}; the "
             f"largest, {largest['name']}, takes {largest['device_gib']:.2f}; {' or '.join(ways)} would need less"
         )
-    per_node = max(1, plan.world // plan.nodes)
-    on_host = max(rank_gib(plan, "host_gib")) * per_node
-    if on_host > (limit := probe().memory_gib) and plan.nodes == 1:
+
+
+def _check_host(plan: Plan) -> None:
+    """Refuse host tables that exceed the memory of this machine, on which all ranks are."""
+    on_host = sum(rank_gib(plan, "host_gib"))
+    if on_host > (limit := probe().memory_gib):
         raise FitError(
             f"the embedding tables with home: host need {on_host:.2f} GiB, and this machine has {limit:.2f}; fewer "
             "rows or more nodes would need less"

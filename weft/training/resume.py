@@ -14,6 +14,7 @@ from weft.checkpoint.memory_snapshots import newest_common
 from weft.checkpoint.merge_snapshots import save_merged_snapshots
 from weft.checkpoint.snapshot_file import SnapshotLayout
 from weft.data.dataset import fingerprint_of
+from weft.guards.loss_spikes import BASELINE_STEPS
 from weft.job.compression import parse_compression
 from weft.job.errors import JobError
 from weft.job.schema import Model
@@ -48,7 +49,7 @@ HISTORY = 256
 
 
 def recorded_losses(session: Session) -> list[tuple[float, float]]:
-    """Loss and gradient norm of the last steps that were trained on, from the run's metrics."""
+    """Loss and gradient norm of the first and the last steps that were trained on, from the run's metrics."""
     recorded: dict[int, tuple[float, float]] = {}
     if session.journal is not None and session.state.step:
         for record in read_jsonl(session.run.metrics):
@@ -57,7 +58,9 @@ def recorded_losses(session: Session) -> list[tuple[float, float]]:
                 recorded[step] = (loss, norm)
                 if record.get("skipped"):
                     del recorded[step]
-    everyone = session.mesh.all_gather_json([recorded[step] for step in sorted(recorded)][-HISTORY:])
+    steps = sorted(recorded)
+    chosen = steps[:BASELINE_STEPS] + steps[BASELINE_STEPS:][-HISTORY:]
+    everyone = session.mesh.all_gather_json([recorded[step] for step in chosen])
     return cast(list[tuple[float, float]], everyone[0])
 
 

@@ -22,10 +22,11 @@ from weft.guards.guards import Guards
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.mesh import Mesh, connect
+from weft.optim.layer_rates import describe_rates
 from weft.optim.schedule import peak_lr
 from weft.planner.plan import Plan
 from weft.supervisor.heartbeat import Heartbeat, NoHeartbeat
-from weft.training.build import build_state
+from weft.training.build import build_state, rates_of
 from weft.training.expert_rebalance import rebalance
 from weft.training.initial_weights import initial_weights
 from weft.training.resume import (
@@ -265,6 +266,8 @@ def open_session(
     _, scaling = peak_lr(job)
     if scaling:
         log.info("%s", scaling)
+    if rates := rates_of(job):
+        log.info("%s", describe_rates(rates, job.optim.layer_decay))
     if hook is not None:
         hook(session)
     return session

@@ -120,6 +120,20 @@ class EvalMetrics:
         """Whether the loss alone gives every figure."""
         return not self.losses and not set(self.names) - {"perplexity"}
 
+    @property
+    def size(self) -> int:
+        """Number of sums."""
+        own = sum(2 for name in self.names if ":" in name)
+        known = sum(METRICS[name].size * len(self.parts) for name in self.names if name in METRICS)
+        return 1 + 2 * len(self.losses) + own + known
+
+    def all_rows(self, device: torch.device) -> dict[str, Tensor]:
+        """The rows of each part's scores; empty on ranks without a pipeline's last stage."""
+        if "auc" not in self.names:
+            return {}
+        none = torch.zeros(0, 3, dtype=torch.float64, device=device)
+        return {part: torch.cat([none, *self.rows.get(part, ())]) for part in self.parts}
+
     def sums(self, losses: dict[str, Tensor], outputs: Any, batch: Batch) -> Tensor:
         """The sums of one batch: the loss, each of several losses, then each metric's."""
         found = [losses["loss"].double().reshape(1)]
