@@ -50,8 +50,10 @@ class ImageData(Section):
     """Largest random shift of an image in pixels, with black at its edges."""
     flip: float = Field(0.0, ge=0, le=1)
     """Probability of a horizontal flip."""
+    autoaugment: bool = False
+    """Apply a random pair of operations of AutoAugment's policy for ImageNet."""
     randaugment: int = Field(0, ge=0, le=16)
-    """Random operations of RandAugment on an image; needs torchvision."""
+    """Random operations of RandAugment on an image."""
     magnitude: int = Field(9, ge=0, le=30)
     """Strength of RandAugment."""
     erase: float = Field(0.0, ge=0, le=1)
