@@ -11,7 +11,7 @@ from helpers.published import VOCAB, save_random
 import weft
 from weft.models.decoding_cache import DecodingCache
 from weft.models.encoder_decoder import EncoderDecoder
-from weft.training.translate import beam_search
+from weft.training.generate import beam_search
 
 LENGTH = 12
 END = 1
