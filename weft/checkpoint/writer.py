@@ -106,7 +106,7 @@ def write_checkpoint(
         for name, expected in files.items():
             if why := check_file(made, name, expected, checksum=False):
                 raise OSError(f"{why} where rank 0 looks; {folder} must be one folder that every node sees")
-        files[INDEX_FILE] = _write_index(made, plans, writes, [result[0] for result in results])
+        files[INDEX_FILE] = write_index_file(made, plans, writes, [result[0] for result in results])
         write_manifest(made, dataclasses.replace(manifest, files=files))
         fence()
         replaced = put_in_place(made, folder / checkpoint_name(manifest.step), damaged=replaces_damaged)
@@ -192,7 +192,7 @@ def _file_name(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def _write_index(made: Path, plans: list[list[Chunk]], writes: list[list[int]], extents: list[Extents]) -> FileSum:
+def write_index_file(made: Path, plans: list[list[Chunk]], writes: list[list[int]], extents: list[Extents]) -> FileSum:
     """Write the index of everything that the ranks wrote."""
     tensors: dict[str, TensorStorageMetadata] = {}
     storage: dict[MetadataIndex, StorageInfo] = {}
