@@ -203,10 +203,9 @@ def horovod_run(original: bool, folder: str) -> dict[str, Any]:
     if not original:
         import weft.hvd as hvd
     else:
-        try:
-            import horovod.torch as hvd
-        except ImportError:
-            hvd = _HorovodDefinition()  # type: ignore[assignment]
+        import horovod.torch as hvd
+
+        hvd = hvd if hasattr(hvd, "init") else _HorovodDefinition()  # it imports without its native library
     hvd.init()
     dataset = data(16 * STEPS)
     sampler: Any = torch.utils.data.distributed.DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank())
