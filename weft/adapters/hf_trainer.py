@@ -276,7 +276,7 @@ def _predicts_next_token(model: Any) -> bool:
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     decoder = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return decoder and LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
+    return decoder and LOSS_MAPPING.get(getattr(model, "loss_type", "")) is ForCausalLMLoss
 
 
 def _default_collator() -> Any:
