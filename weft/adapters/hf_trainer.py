@@ -97,6 +97,7 @@ class WeftTrainer:
             p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values()
         )
         self._shifts_labels = _predicts_next_token(model)
+        self._unlogged: list[float] = []  # losses of the steps since the last log
         enable: Any = getattr(model, "gradient_checkpointing_enable", None)
         if args.gradient_checkpointing and enable is not None:
             enable()
@@ -176,9 +177,10 @@ class WeftTrainer:
             for number, batches in enumerate(_groups(loader, passes)):
                 if number < skip:
                     continue
-                total, counted = total + self._step(batches), counted + 1
+                self._unlogged.append(self._step(batches))
+                total, counted = total + self._unlogged[-1], counted + 1
                 self.state.epoch = epoch + (number + 1) / per_epoch
-                self._log(total / counted)
+                self._log()
                 if self.state.global_step >= steps:
                     break
             epoch, skip = epoch + 1, 0
@@ -218,11 +220,12 @@ class WeftTrainer:
         self.state.global_step += 1
         return float(accelerator.reduce(total, "mean"))
 
-    def _log(self, mean: float) -> None:
+    def _log(self) -> None:
         args, step = self.args, self.state.global_step
         if _due(args.logging_strategy, args.logging_steps, step, self.state):
             rate = self.optimizer.param_groups[0]["lr"]
-            self.log({"loss": mean, "learning_rate": rate})
+            self.log({"loss": sum(self._unlogged) / len(self._unlogged), "learning_rate": rate})
+            self._unlogged.clear()
         if self.eval_dataset is not None and _due(
             args.eval_strategy, args.eval_steps or args.logging_steps, step, self.state
         ):
