@@ -87,36 +87,33 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="weft-start-") as made:
         folder = Path(made)
         job = weft_job(SHAPES[asked.shape], asked.precision, made)
-        recoveries: list[tuple[int, float]] = []
-        found: dict[str, list[float]] = {"cold": [], "warm": [], "after a kill": []}
         for number in range(asked.rounds + 1):
             run = Run(folder, job, f"run-{number}", asked.changes)
-            found["warm" if number else "cold"].append(run.wait_for(1))
+            print(f"{'warm' if number else 'cold'}: first step after {run.wait_for(1):.1f} s", flush=True)
             run.wait_for(10)
             for _ in range(asked.kills if number == asked.rounds else 0):
                 time.sleep(asked.settle)  # a first snapshot of many gigabytes takes a while
                 steps = run.steps()
                 if run.kill_a_rank():
-                    found["after a kill"].append(run.wait_for(steps + 1))
+                    new_step = run.wait_for(steps + 1)
                     run.wait_for(steps + 10)
-                    recoveries.append(run.last_recovery())
+                    lost, training = run.last_recovery()
+                    print(
+                        f"kill after step {steps}: training again after {training:.1f} s, {lost} steps lost, next new "
+                        f"step after {new_step:.1f} s", flush=True,
+                    )  # fmt: skip
             run.end()
-        taken: dict[str, list[list[float]]] = {"supervised": [], "--no-resilient": []}
         for number in range(4 if asked.overhead else 0):
-            what = list(taken)[number % 2]
-            flags = [what] if what.startswith("--") else []
+            flags = ["--no-resilient"] if number % 2 else []
             run = Run(folder, job, f"overhead-{number}", [*asked.changes, *flags])
             run.wait_for(asked.overhead + 10)
-            taken[what].append(run.step_times())
-            run.end()
-    for what, rounds in taken.items():
-        for times in rounds:
+            times = run.step_times()
             middle = statistics.median(times)
-            print(f"{what:14} median {middle * 1e3:7.2f} ms, longest {max(times) / middle:.3f} × of {len(times)} steps")
-    for what, seconds in found.items():
-        print(f"{what:14}", " ".join(f"{s:6.1f} s" for s in seconds))
-    print(f"{'steps lost':14}", " ".join(f"{n:6}  " for n, _ in recoveries))
-    print(f"{'until training':14}", " ".join(f"{s:6.1f} s" for _, s in recoveries))
+            how = "without a supervisor" if flags else "supervised"
+            print(
+                f"{how}: median {middle * 1e3:.2f} ms, longest of {len(times)} {max(times) / middle:.3f} ×", flush=True
+            )
+            run.end()
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def pretrained_families() -> str:
     """The families of published checkpoints that Weft reads and writes."""
     from weft.pretrained.registry import PRETRAINED
 
-    rows = [f"| {family.help} | `{family.name}` | `{family.architecture}` |" for family in PRETRAINED]
+    rows = [f"| {family.help} | `{family.kind}` | `{family.architecture}` |" for family in PRETRAINED]
     return "\n".join(["| models | model_type | class of transformers |", "|---|---|---|", *rows])
 
 

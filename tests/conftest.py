@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,11 +20,12 @@ if TYPE_CHECKING:  # the process that only hands out tests to others need not im
 
 WORLD = 4
 LONG = (
-    "test_readme", "test_dryrun", "test_pipeline", "test_code_base", "test_parity", "test_recovery", "test_resume",
-    "test_consistency", "test_families", "test_mpi", "test_experts", "test_compression", "test_early_signals",
-    "test_recipe", "test_fp8_layouts", "test_local_sgd", "test_layouts", "test_context", "test_compile_cache",
+    "test_readme", "test_experts", "test_dryrun", "test_pipeline", "test_consistency", "test_compression",
+    "test_code_base", "test_parity", "test_context", "test_layouts", "test_recipe", "test_families", "test_resume",
+    "test_slurm", "test_recovery", "test_local_sgd", "test_plan", "test_fp8_layouts", "test_algorithms", "test_cli",
+    "test_recompute", "test_expert_rebalance", "test_replicas", "test_several_nodes", "test_guards", "test_chaos",
 )  # fmt: skip
-"""Files that take 25 s of CPU and more, the longest first: one that came last would leave the other workers idle."""
+"""Files that take 20 s of CPU and more, the longest first: one that came last would leave the other workers idle."""
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of hundreds of commands would compile all of weft again
 sys.dont_write_bytecode = False
@@ -31,6 +33,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for eac
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) == signal.SIG_IGN:  # as in background jobs; runs would inherit it and never stop
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     config.option.loadscopereorder = False  # xdist would begin with the files of the most tests
     gc.disable()  # while all is imported
 
@@ -56,11 +61,13 @@ def one_thread() -> None:
 def pool() -> Iterator[RankPool]:
     """Ranks over Gloo, one thread each, that stay alive for the whole session."""
     from helpers import on_ranks
+    from helpers.forked_python import forked_fork_server
 
     from weft.launch.rank_pool import RankPool
 
     with RankPool(timeout_s=600) as ranks:
-        ranks.run(on_ranks.ready, WORLD)
+        with forked_fork_server():
+            ranks.run(on_ranks.ready, WORLD)
         yield ranks
 
 

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -14,6 +15,11 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "weft"
 MAX_FILES, MAX_LINES = 25, 3500
 """Of the modules that lie directly in one folder."""
+
+
+@cache
+def syntax_tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def modules() -> dict[str, Path]:
@@ -37,7 +43,7 @@ def imports_of(path: Path, known: dict[str, Path]) -> set[str]:
                 found.update(alias.name for alias in child.names)
             visit(child)
 
-    visit(ast.parse(path.read_text(encoding="utf-8")))
+    visit(syntax_tree(path))
     return found & known.keys()
 
 
@@ -99,7 +105,7 @@ def test_names_are_told_apart() -> None:
 def test_class_names_are_unique() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for name, path in modules().items():
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in syntax_tree(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(name)
     repeated = {name: where for name, where in places.items() if len(where) > 1}
@@ -111,7 +117,7 @@ def test_private_torch_names_live_in_internals_modules() -> None:
     for name, path in modules().items():
         if path.stem.endswith("internals"):
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(syntax_tree(path)):
             imported: list[str] = []
             if isinstance(node, ast.ImportFrom) and node.module:
                 imported = [f"{node.module}.{alias.name}" for alias in node.names]

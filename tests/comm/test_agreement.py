@@ -57,7 +57,8 @@ def test_no_object_collectives_in_weft() -> None:
     """They unpickle what arrives: whoever can reach a rank's socket could run code in it."""
     found = []
     for file in sorted(Path(weft.__file__).parent.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        text = file.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "_object" in text else ():
             name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
             if file.parent.name == "hvd" and isinstance(node, ast.Name):
                 continue  # Horovod's functions of these names, over JSON

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from helpers import parity
 from helpers.command import ENV, Output, losses, run_of, write_job
 from helpers.forked_python import ROOT
+from helpers.interpreter import ForkedInterpreter
 
 from weft.hardware.rank_environment import RankInfo, export_torchrun_variables, rank_info, under_mpi
 from weft.job.errors import JobError
@@ -21,24 +22,33 @@ from weft.planner import RUNNABLE, check, make_plan
 DEADLINE_S = 600.0
 
 
-def mpirun(folder: Path, ranks: int, *command: str) -> Output:
-    """As in a container: as root, with more ranks than cores, and over loopback or shared memory alone."""
+@pytest.fixture
+def mpirun() -> Iterator[Callable[..., Output]]:
+    """mpirun(folder, ranks, …) runs Python as in a container: as root, with more ranks than cores, and over loopback or
+    shared memory alone."""
     env = {
         **ENV, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "TMPDIR": "/tmp",
         "OMPI_MCA_btl_vader_single_copy_mechanism": "none", "OMPI_MCA_btl": "self,vader,tcp",
     }  # fmt: skip
-    line = ["mpirun", "--oversubscribe", "-n", str(ranks), sys.executable, *command]
-    done = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    return Output(done.returncode, done.stdout, done.stderr)
+    with ForkedInterpreter() as python:
+
+        def run(folder: Path, ranks: int, *command: str) -> Output:
+            line = ["mpirun", "--oversubscribe", "-n", str(ranks), python.path, *command]
+            done = subprocess.run(
+                line, cwd=folder, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+            )
+            return Output(done.returncode, done.stdout, done.stderr)
+
+        yield run
 
 
-def test_collectives_and_the_parity_matrix(tmp_path: Path) -> None:
+def test_collectives_and_the_parity_matrix(tmp_path: Path, mpirun: Callable[..., Output]) -> None:
     outcome = mpirun(tmp_path, 4, str(ROOT / "tests" / "helpers" / "under_mpi.py"))
     assert outcome.code == 0, outcome.err[-4000:]
     assert outcome.out.splitlines()[-1] == "same"
 
 
-def test_train_started_by_mpirun(tmp_path: Path, pool: RankPool) -> None:
+def test_train_started_by_mpirun(tmp_path: Path, pool: RankPool, mpirun: Callable[..., Output]) -> None:
     sections: dict[str, Any] = {**parity.BASE, "name": "run", "parallel": {"dp_shard": 2, "zero": 3}}
     sections["train"] = {**sections["train"], "steps": 2, "eval_every": 0}
     write_job(tmp_path, **sections, checkpoint={"every": 1, "background": True})

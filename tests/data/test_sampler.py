@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.data.batch_shares import BatchShares
 from weft.data.sampler import sample_index, shuffle
 
 seeds = st.integers(0, 2**80)
@@ -70,3 +71,25 @@ def test_out_of_range_is_an_error():
     ):
         with pytest.raises(ValueError):
             call()
+
+
+def test_ten_thousand_resumes_at_random_world_sizes_read_every_sample_once():
+    """A run that is stopped 10,000 times, each time with another number of ranks and another batch."""
+    random, n, seed = np.random.default_rng(5), 911, 7
+    at, read = 0, []
+    for _ in range(10_000):
+        world = int(random.integers(1, 17))
+        batch, steps = world * int(random.integers(1, 5)), int(random.integers(0, 3))
+        for step in range(steps):
+            first = at + step * batch
+            shares = BatchShares.even(batch, 2, world)
+            for rank in random.permutation(world) if world < 4 else range(world):
+                start = first + shares.first(int(rank))
+                read.append(np.arange(start, start + shares.counts[int(rank)]))
+        at += steps * batch
+    ids = np.sort(np.concatenate(read))
+    assert np.array_equal(ids, np.arange(at))
+    epochs = sample_index(seed, np.arange(3 * n), n).reshape(3, n)
+    assert all(np.array_equal(np.sort(epoch), np.arange(n)) for epoch in epochs)
+    some = random.integers(0, at, 2000)
+    assert np.array_equal(sample_index(seed, some, n), [sample_index(seed, int(k), n) for k in some])

@@ -99,7 +99,7 @@ def test_foreign_tokenizers_keep_their_eos_and_add_no_tokens(tmp_path):
 def test_invalid_tokenizers_are_reported(tmp_path):
     with pytest.raises(JobError, match="no tokenizer is at 'Byte'; did you mean bytes"):
         load_tokenizer("Byte")
-    with pytest.raises(JobError, match=r"write bytes, the path of a tokenizer\.json"):
+    with pytest.raises(JobError, match=r"write bytes or the path of a tokenizer\.json"):
         load_tokenizer("gpt2")
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(JobError, match=r"tokenizer\.json is not a tokenizer"):

@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 from helpers.docs_pages import maker, text_of
 from helpers.forked_python import TEMPLATE_ENV, Popen
+from helpers.interpreter import ForkedInterpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"(?:^<!-- ?([^\n]*?) ?-->\n+)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -49,23 +50,27 @@ def blocks(page: str) -> list[Block]:
 
 @pytest.fixture
 def shell(tmp_path):
-    """A folder, and an environment with weft, python and torchrun of this checkout."""
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for name, arguments in SHIMS.items():
-        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {" ".join(arguments)} "$@"\n')
-        (tools / name).chmod(0o755)
+    """A folder, and an environment with weft, python and torchrun of this checkout, which are forks."""
     folder = tmp_path / "work"
     folder.mkdir()
+    with ForkedInterpreter() as python:
+        yield folder, environment(tmp_path / "forked", python.path)
+
+
+def environment(tools, python):
+    """An environment with weft, python and torchrun, which run an interpreter."""
+    tools.mkdir()
+    for name, arguments in SHIMS.items():
+        (tools / name).write_text(f'#!/bin/sh\nexec "{python}" {" ".join(arguments)} "$@"\n')
+        (tools / name).chmod(0o755)
     env = {**TEMPLATE_ENV, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     for name in ("MASTER_ADDR", "MASTER_PORT", "WEFT_STORE"):
         env.pop(name, None)
-    return folder, env
+    return env
 
 
 def commands_of(block, forked=True):
-    """The commands of a block. Lines without shell syntax are forks of a process with all imports (helpers), others
-    are run by bash, which starts new interpreters."""
+    """The commands of a block. Lines without shell syntax are started here, others by bash."""
     if block.language == "python":
         return [[sys.executable, "-c", block.text]]
     lines = [shlex.split(line, comments=True) for line in block.text.replace("\\\n", "").splitlines()]
@@ -94,6 +99,8 @@ def run_page(page, shell):
 def run_block(block, shell, interrupt=False):
     """Exit code and output of a block; it ends at the first command that fails. A block that is interrupted starts new
     interpreters."""
+    if interrupt:
+        shell = shell[0], environment(shell[0].parent / "new", sys.executable)
     code, outputs = 0, []
     for command in commands_of(block, forked=not interrupt):
         code, output = run_command(command, shell, interrupt)

@@ -169,3 +169,21 @@ def test_out_of_memory_is_recognised_and_halves_the_microbatch() -> None:
 def test_weight_comparison_period(every: int, spacing: int) -> None:
     assert period(every, spacing) + COMPARE_DELAY_STEPS <= every
     assert spacing > every - COMPARE_DELAY_STEPS or period(every, spacing) % spacing == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_classifier_with_almost_no_loss_has_no_spikes(seed: int) -> None:
+    """One digit of a batch that is hard multiplies the loss and the norm; NaN-like losses are still undone."""
+    draw, spikes = random.Random(seed), SpikeDetector()
+    for step in range(1, 400):
+        usual = max(0.003, 2.3 * math.exp(-step / 15))
+        hard = 0.03 * draw.random() if draw.random() < 0.1 else 0.0
+        loss = usual * math.exp(draw.gauss(0, 0.4)) + hard
+        assert spikes.judge(step, loss, loss**0.8 * math.exp(draw.gauss(0, 0.5))) is None
+    assert spikes.judge(400, 1.5, 3.0).step == 400  # type: ignore[union-attr]
+    again = SpikeDetector()
+    for _ in range(8):
+        again.begin(2.3, 1.0)
+    for _ in range(60):
+        again.learn(0.003 * math.exp(draw.gauss(0, 0.3)), 0.01 * math.exp(draw.gauss(0, 0.3)))
+    assert again.judge(61, 0.05, 0.6) is None

@@ -41,11 +41,15 @@ def weft(folder: Path, *args: str, deadline_s: float = DEADLINE_S) -> Output:
 
 
 def python(
-    folder: Path, *args: str, deadline_s: float = DEADLINE_S, popen: type[subprocess.Popen[Any]] = Popen
+    folder: Path,
+    *args: str,
+    deadline_s: float = DEADLINE_S,
+    popen: type[subprocess.Popen[Any]] = Popen,
+    **variables: str,
 ) -> Output:
-    """Run Python and wait for it, in a fork unless `popen` is that of subprocess."""
-    pipe = subprocess.PIPE
-    with popen([sys.executable, *args], cwd=folder, env=ENV, stdout=pipe, stderr=pipe, text=True) as process:
+    """Run Python with these environment variables and wait for it, in a fork unless `popen` is that of subprocess."""
+    pipe, env = subprocess.PIPE, ENV | variables
+    with popen([sys.executable, *args], cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True) as process:
         try:
             out, err = process.communicate(timeout=deadline_s)
         finally:

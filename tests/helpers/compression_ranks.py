@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from helpers.comm_axis import everyone
-from helpers.on_ranks import begin, wholes
+from helpers.on_ranks import Planned, begin, wholes
 from weft.checkpoint.checkpointer import Checkpointer
 from weft.comm.compression.codec_base import RoundingNoise
 from weft.comm.compression.codecs import Codecs, codecs_of
@@ -50,7 +50,7 @@ def sums(settings: list[str], n: int) -> dict[str, Any]:
 
 
 def journey(
-    job: Job, steps: int, folder: str | None = None, bare: bool = False, scales: list[float] | None = None
+    job: Job | Planned, steps: int, folder: str | None = None, bare: bool = False, scales: list[float] | None = None
 ) -> dict[str, Any]:
     """Continue from a folder's newest checkpoint, if there is one; train; save. `bare` leaves gathered weights alone,
     so that gradients are those of an uncompressed run; `scales` are the loss scales of the steps."""

@@ -31,7 +31,7 @@ class Loads:
     buffers: dict[str, Tensor]
 
 
-def loads(job: Job, steps: int, favourite: int | None = None) -> Loads:
+def loads(job: Job | on_ranks.Planned, steps: int, favourite: int | None = None) -> Loads:
     """Train a few steps; with a favourite, every token wants that expert first."""
     job, plan, mesh, stepper, loader = on_ranks.begin(job)
     spread_model = stepper.state.model
@@ -76,7 +76,7 @@ class Moved:
     copies: int
 
 
-def move_experts(job: Job, how: str) -> Moved:
+def move_experts(job: Job | on_ranks.Planned, how: str) -> Moved:
     """Train a step, place experts anew as its load suggests, and train another.
 
     `how` is still, moved, copied (every rank computes some of the others' experts, whether it pays or not), or both

@@ -45,7 +45,7 @@ APPLIED = {"PYTHONPATH", "PYTHONUNBUFFERED"}
 LATER = ("TORCHELASTIC_", "TORCH_NCCL_")
 """Prefixes of variables that torch reads when it joins a group."""
 
-ARGUMENT_BYTES, ENVIRONMENT_BYTES = 1024, 32768
+ARGUMENT_BYTES, ENVIRONMENT_BYTES = 16384, 32768
 """Space for the command line and environment that /proc shows."""
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 FIRST_FREE_FILE = 200
@@ -106,6 +106,29 @@ class Popen(subprocess.Popen[Any]):
             super()._execute_child(*args)
             return
         _started(self, template().start(start), args)
+
+
+@contextlib.contextmanager
+def forked_fork_server() -> Iterator[None]:
+    """Let multiprocessing start its fork server as a fork of the template."""
+
+    def spawn(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+        start = _spawn_start(args, passfds, {**os.environ, **import_time(TEMPLATE_ENV)})
+        forks = start.can_fork(TEMPLATE_ENV) and "forkserver" in start.command[-1]
+        return template().start(start) if forks else int(_real_spawnv_passfds(path, args, passfds))
+
+    multiprocessing.util.spawnv_passfds = spawn
+    try:
+        yield
+    finally:
+        multiprocessing.util.spawnv_passfds = _real_spawnv_passfds
+
+
+def _spawn_start(args: Sequence[Any], passfds: Sequence[int], env: Mapping[str, str]) -> Start:
+    """The arguments of multiprocessing.util.spawnv_passfds, without options of the interpreter."""
+    words = [os.fsdecode(word) for word in args]
+    words = [words[0], *words[next((i for i, w in enumerate(words) if w == "-c"), 1) :]]
+    return Start(words, dict(env), os.getcwd(), False, {number: number for number in (0, 1, 2, *map(int, passfds))})
 
 
 def _start_of(popen: subprocess.Popen[Any], *args: Any) -> Start | None:
@@ -396,10 +419,7 @@ def fork_children() -> None:
             _started(popen, _fork(start), args)
 
     def spawnv_passfds(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
-        words = [os.fsdecode(word) for word in args]
-        words = [words[0], *words[next((i for i, w in enumerate(words) if w == "-c"), 1) :]]
-        files = {number: number for number in (0, 1, 2, *map(int, passfds))}
-        start = Start(words, dict(os.environ), os.getcwd(), False, files)
+        start = _spawn_start(args, passfds, os.environ)
         return _fork(start) if can_fork(start) else int(_real_spawnv_passfds(path, args, passfds))
 
     subprocess.Popen._execute_child = execute_child

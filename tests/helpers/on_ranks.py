@@ -169,12 +169,13 @@ def _whole_state(stepper: Stepper) -> dict[str, Tensor]:
     return held
 
 
+@torch.no_grad()
 def wholes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of whole tensors on every rank, gathered in few messages."""
-    shards = {n: shard_of(t) for n, t in tensors.items()}
-    out = {n: local_of(t.detach()).new_zeros(t.shape) for n, t in tensors.items()}
+    shards, parts = ({n: of(t) for n, t in tensors.items()} for of in (shard_of, local_of))
+    out = {n: parts[n].new_zeros(t.shape) for n, t in tensors.items()}
     for n, whole in out.items():
-        whole[shards[n].box] = local_of(tensors[n].detach())
+        whole[shards[n].box] = parts[n]
     for kind in {t.dtype for t in out.values()}:
         names = [n for n in out if out[n].dtype == kind]
         add_up([[out[n]] for n in names], [shards[n] for n in names])
@@ -285,3 +286,19 @@ def evaluated(job: Job | Planned) -> dict[str, float]:
         dp_size=plan.dp, limit=job.train.eval_batches,
     )  # fmt: skip
     return stepper.evaluate([[to_device(b, mesh.device) for b in step] for step in batches])
+
+
+def replica_norms(job: Job | Planned) -> tuple[list[float], float, list[float]]:
+    """Square norms of each replica's gradient as measured, the norm of their mean, and the former computed again."""
+    job, plan, mesh, stepper, loader = begin(job)
+    batches = [to_device(b, mesh.device) for b in next(loader)]
+    module, loss_of = stepper.state.model.parts[0].module, stepper.loss_of(0.0)
+    count = sum(int(b["valid"].sum()) for b in batches)
+    loss = sum(loss_of(module, b) for b in batches) / count
+    alone = sum(float(g.square().sum()) for g in torch.autograd.grad(loss, list(module.parameters())))
+    grads = stepper.gradients(batches)
+    assert grads.local_square is not None
+    measured = float(grads.local_square * (grads.factor * plan.dp) ** 2)
+    norm, _ = stepper.update(grads, 0.0)
+    everyone = mesh.all_gather_json([measured, alone])
+    return [float(m) for m, _ in everyone], float(norm), [float(a) for _, a in everyone]

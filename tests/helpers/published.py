@@ -87,16 +87,35 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 """Configs by family, with options of which a default would hide a mistake."""
 
+_BERT: dict[str, Any] = {
+    **{k: SIZES[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")},
+    "vocab_size": VOCAB, "max_position_embeddings": 64, "type_vocab_size": 3, "num_labels": 5,
+}  # fmt: skip
+ENCODERS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "bert": ("BertForMaskedLM", lambda: transformers.BertConfig(**_BERT)),
+    "bert without head": ("BertModel", lambda: transformers.BertConfig(**_BERT, hidden_act="relu")),
+    "bert-classes": ("BertForSequenceClassification", lambda: transformers.BertConfig(**_BERT)),
+}
+"""The class of transformers and the config of models that are no decoders."""
+
 
 def save_random(name: str, folder: Path, shard: str = "5GB", dtype: torch.dtype = torch.float32) -> Any:
-    """Save a random model of CONFIGS and return it."""
-    return save_config(CONFIGS[name](), folder, shard, dtype)
+    """Save a random model of CONFIGS or ENCODERS and return it."""
+    kind, config = ENCODERS.get(name) or ("AutoModelForCausalLM", CONFIGS[name])
+    return save_config(config(), folder, shard, dtype, kind)
 
 
-def save_config(config: Any, folder: Path, shard: str = "5GB", dtype: torch.dtype = torch.float32) -> Any:
+def save_config(
+    config: Any,
+    folder: Path,
+    shard: str = "5GB",
+    dtype: torch.dtype = torch.float32,
+    kind: str = "AutoModelForCausalLM",
+) -> Any:
     """Save a random model of a config and return it."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    cls = getattr(transformers, kind)
+    model = (cls.from_config(config) if kind.startswith("Auto") else cls(config)).eval()
     with torch.no_grad():
         for param in model.parameters():
             param.add_(torch.randn_like(param) * 0.1)  # also biases and norms

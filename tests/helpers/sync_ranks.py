@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from helpers.on_ranks import begin, wholes
+from helpers.on_ranks import Planned, begin, wholes
 from weft.checkpoint.checkpointer import Checkpointer
 from weft.comm.compression.compressed_sum import sum_all
 from weft.data.dataset import open_dataset
@@ -22,7 +22,9 @@ from weft.planner import make_plan
 from weft.verify.prove import join_stages
 
 
-def train_to(job: Job, last: int, folder: str = "", saves: Sequence[int] = ()) -> tuple[dict[str, Tensor], list[int]]:
+def train_to(
+    job: Job | Planned, last: int, folder: str = "", saves: Sequence[int] = ()
+) -> tuple[dict[str, Tensor], list[int]]:
     """Train from the newest checkpoint of a folder, or from the start; save after some steps. Returns the replica's
     whole state and the bytes of each step's exchange."""
     job, plan, mesh, stepper, _ = begin(job)
@@ -50,7 +52,7 @@ def train_to(job: Job, last: int, folder: str = "", saves: Sequence[int] = ()) -
     return held, sent
 
 
-def watched(job: Job) -> dict[tuple[str, ...], list[tuple[int, ...]]]:
+def watched(job: Job | Planned) -> dict[tuple[str, ...], list[tuple[int, ...]]]:
     """Groups of ranks that the guards treat as holding the same weights."""
     job, plan, mesh, stepper, _ = begin(job)
     guards = Guards(job, plan, mesh, stepper.state, lambda kind, **fields: None, lambda text: None)

@@ -121,9 +121,9 @@ def updates(job: Job, states: str, steps: int, start: dict[str, Tensor] | None =
     return {n: shard_of(t).whole(local_of(t)).clone() for n, t in found.items()}
 
 
-def compare(job: Job, changes: dict[str, Any], disk: str) -> list[str]:
+def compare(planned: tuple[Job, Plan], changes: dict[str, Any], disk: str) -> list[str]:
     """On ranks: what differs between a resident run and one with these fields of the plan."""
-    job, plan = make_plan(job)
+    job, plan = planned
     mesh = connect(plan, job.comm.timeout_s)
     resident = run(job, plan, mesh)
     tiered = run(job, replace(plan, disk=disk, **changes), mesh)

@@ -72,7 +72,7 @@ def test_layouts(world: Callable[[int], Callable[..., list[Any]]], tmp_path: Pat
         ("sgd", "pp=2", host), ("adamw", "dp_replicate=2", host), ("lamb", "dp_shard=2 zero=2", disk),
     ):  # fmt: skip
         job = make_job(f"optim.name={optimizer}", "precision=bf16", "train.ema=0.9", parallel=section(layout))
-        found = world(2)(tier_ranks.compare, job, changes, str(tmp_path))
+        found = world(2)(tier_ranks.compare, make_plan(job), changes, str(tmp_path))
         assert found == [[], []], layout
 
 

@@ -11,6 +11,7 @@ from helpers.parity import differences, make_job, run, section
 
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
+from weft.planner import make_plan
 from weft.planner.rules.layout_syntax import ranks
 from weft.verify.prove import with_layout
 
@@ -44,7 +45,7 @@ def test_delayed_scales_resume_from_a_checkpoint(pool: RankPool, tmp_path: Path)
 
     def go(job: Job, layout: str, *args: Any) -> list[Any]:
         spread = section(layout)
-        seen = pool.run(compression_ranks.journey, ranks(spread), with_layout(job, spread), *args)
+        seen = pool.run(compression_ranks.journey, ranks(spread), make_plan(with_layout(job, spread)), *args)
         return [one["bits"] for one in seen]
 
     for layout in ("dp_shard 2 zero=3", "pp 2"):

@@ -21,9 +21,9 @@ STAGES = {"lars": ("pp 2 × tp 2",), "lamb": ("pp 2 × dp_shard 2 zero=1",)}
 def test_every_optimizer_on_sharded_weights(pool: RankPool, name: str) -> None:
     """51 rows over 2 × 2 ranks give uneven shards twice; averages are compared like weights."""
     job = make_job(f"optim.name={name}", "model.vocab=51", "model.kv_heads=2", "model.bias=true", "train.ema=0.9")
-    reference = run(pool, job, "1", 3)
+    reference = run(pool, job, "1")
     layouts = (*CUT, *STAGES.get(name, ()))
-    wrong = {layout: found for layout in layouts if (found := differences(reference, run(pool, job, layout, 3)))}
+    wrong = {layout: found for layout in layouts if (found := differences(reference, run(pool, job, layout)))}
     assert not wrong
     assert reference.result.ema.keys() == reference.result.trace.parameters.keys()
 

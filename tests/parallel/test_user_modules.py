@@ -17,6 +17,7 @@ from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
 from weft.models.build_model import build_model, loss_sum
+from weft.planner import make_plan
 from weft.planner.rules.layout_syntax import ranks
 from weft.training.export import ExportOptions, export_file
 from weft.verify.prove import with_layout
@@ -61,7 +62,7 @@ def test_running_statistics_are_averaged_when_saved(pool: RankPool, tmp_path: Pa
     normed = own("Normed", {"batch_norm": "rank"})
     states = {}
     for layout in ("dp_replicate 2", "dp_replicate 2 × dp_shard 2 zero=3", "1"):
-        job, file = with_layout(normed, section(layout)), tmp_path / "states.pt"
+        job, file = make_plan(with_layout(normed, section(layout))), tmp_path / "states.pt"
         pool.run(on_ranks.move, ranks(section(layout)), job, str(tmp_path / "checkpoints"), 2, str(file))
         states[layout] = torch.load(file)
     name = "buffer.batchnorm.running_mean"

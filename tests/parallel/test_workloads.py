@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from helpers import on_ranks
 from helpers.parity import check, differences, make_job, run, section
 from test_user_modules import DATA, NOT_OURS
 
+from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
+from weft.models.build_model import build_model
+from weft.models.user.contrastive import contrastive_losses
+from weft.planner import make_plan
 from weft.planner.rules.layout_syntax import ranks
 from weft.verify.prove import with_layout
 
@@ -71,7 +76,7 @@ def test_metrics_do_not_depend_on_the_layout(pool: RankPool, job: Job, names: se
     found = {}
     for layout in ("1", "dp_replicate 2", "dp_shard 4 zero=3"):
         spread = section(layout)
-        answers = pool.run(on_ranks.evaluated, ranks(spread), with_layout(job, spread))
+        answers = pool.run(on_ranks.evaluated, ranks(spread), make_plan(with_layout(job, spread)))
         assert all(answer == answers[0] for answer in answers)
         found[layout] = answers[0]
     one = found.pop("1")
@@ -90,3 +95,45 @@ def test_a_target_that_is_missing_is_refused(pool: RankPool) -> None:
         Exception, match=r"model.loss.kind reads the target 'sort', and the samples have values or words"
     ):
         pool.run(on_ranks.evaluated, 1, job)
+
+
+def towers(frozen: tuple[str, ...] = (), **sections: Any) -> Job:
+    model = {**NOT_OURS, "module": "helpers.staged_models:TwoTowers", "loss": "contrastive", "frozen": frozen}
+    data = {"source": "helpers.staged_models:Captions"}
+    return make_job(model=model, data=data, train={"accumulation": 1}, **sections)
+
+
+def test_a_contrastive_loss_over_all_replicas(pool: RankPool) -> None:
+    """Every sample is compared with those of all ranks, and gradients are those of one process."""
+    check(pool, towers(), (DATA[0], DATA[3], "pp 2 gpipe × dp_shard 2 zero=3"))
+    found = [
+        pool.run(on_ranks.evaluated, ranks(section(layout)), with_layout(towers(), section(layout)))[0]
+        for layout in ("1", DATA[3])
+    ]
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
+def test_a_frozen_tower_is_not_trained(pool: RankPool) -> None:
+    job = towers(frozen=("text", "image.0.*"))
+    check(pool, job, (DATA[0], DATA[2]))
+    trace = run(pool, job, DATA[0]).result.trace
+    assert set(trace.parameters) == {f"image.1.{n}" for n in BLOCK_WEIGHTS} | {"scale"}
+    assert {name for name in trace.moments if name.startswith("text")} == set()
+    with pytest.raises(JobError, match=r"model.frozen=txt names no weight of helpers.*which has scale, text or image"):
+        build_model(towers(frozen=("txt",)).model)
+    with pytest.raises(JobError, match="leaves no weight"):
+        build_model(towers(frozen=("*",)).model)
+
+
+BLOCK_WEIGHTS = ("norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias")
+
+
+def test_contrastive_losses_have_their_definition() -> None:
+    a, b = torch.randn(3, 5), torch.randn(3, 5)
+    valid = torch.tensor([True, True, False])
+    found = contrastive_losses((a, b, torch.tensor(2.0)), valid, (), "m:M")[:2]
+    near = 2 * torch.nn.functional.normalize(a[:2], dim=1) @ torch.nn.functional.normalize(b[:2], dim=1).T
+    expected = -(near.log_softmax(0).diagonal() + near.log_softmax(1).diagonal()) / 2
+    assert torch.allclose(found, expected, atol=1e-6)
+    with pytest.raises(JobError, match=r"needs two outputs of shape \[batch, dim\], and m:M gives \[3, 5\]"):
+        contrastive_losses({"one": a}, valid, (), "m:M")

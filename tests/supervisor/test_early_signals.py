@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,15 @@ def test_signal_at_any_moment_ends_the_run(
     assert send_one(tmp_path, ranks, number, after_s, popen, TEMPLATE_ENV) == ""
 
 
+@pytest.fixture
+def own_interrupt_handler() -> Iterator[None]:
+    """Restores the handler of Ctrl-C, which is ignored after ranks were killed."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("own_interrupt_handler")
 def test_ranks_that_start_later_get_earlier_signals() -> None:
     class Rank:
         def __init__(self) -> None:

@@ -64,7 +64,7 @@ def test_one_hot_expert_is_replicated() -> None:
 def test_the_model_stays_the_same(pool: RankPool, optimizer: str, layout: str) -> None:
     experts = {"count": 4, "top_k": 1, "ffn": 24, "balance": "bias", "bias_rate": 1e-4}
     job = make_job(f"optim.name={optimizer}", model={"experts": experts}, train={"ema": 0.5})
-    spread = with_layout(job, section(layout))
+    spread = make_plan(with_layout(job, section(layout)))
     still, moved, both = (
         pool.run(expert_ranks.move_experts, ranks(section(layout)), spread, how) for how in ("still", "moved", "both")
     )
@@ -81,7 +81,7 @@ def test_replicas_compute_the_same(pool: RankPool, layout: str) -> None:
     experts = {"count": 4, "top_k": 2, "ffn": 24, "shared": 1, "capacity": 1.2}
     again = "none" if "pp2" in layout else "full"
     job = make_job(f"memory.recompute={again}", model={"experts": experts}, optim={"name": "sgd", "momentum": 0.0})
-    spread = with_layout(job, section(layout))
+    spread = make_plan(with_layout(job, section(layout)))
     still, copied = (
         pool.run(expert_ranks.move_experts, ranks(section(layout)), spread, how) for how in ("still", "copied")
     )

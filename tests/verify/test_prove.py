@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from helpers.parity import make_job
 
+from weft.data.build_store import build
 from weft.job import JobError, load_job
 from weft.job.errors import FitError
+from weft.job.token_files import read_meta
 from weft.launch.rank_pool import RankPool
+from weft.training.export import tokenizer_file
 from weft.verify.compare import Trace, compare
 from weft.verify.prove import prove, small
 
@@ -87,13 +91,19 @@ def test_rounding_is_accepted_and_a_wrong_size_is_not(precision: str, noise: flo
         assert compare("x", 2, same, replace(same, gradients=[wrong]), precision).verdict == "differs"
 
 
-def test_a_shrunk_job_is_small_and_of_the_same_kind() -> None:
+def test_a_shrunk_job_is_small_and_of_the_same_kind(tmp_path: Path) -> None:
     job = small(make_job(model={"heads": 64, "kv_heads": 8, "dim": 8192, "layers": 80, "ffn": 28672, "vocab": 128256}))
     m = job.model
     assert (m.dim, m.layers, m.ffn, m.vocab) == (64, 3, 128, 512)
     assert (m.heads or 0) // (m.kv_heads or 1) == 8
     job = small(make_job("train.global_batch=1024", "train.accumulation=64", "data.seq_len=4096"))
     assert (job.train.global_batch, job.train.accumulation, job.data.seq_len) == (16, "auto", 64)
+    text = tmp_path / "text.txt"
+    text.write_text("a store with words of its own. " * 200, encoding="utf-8")
+    build(text, tmp_path / "store", tokenizer="bpe:300", workers=1)
+    job = small(make_job(f"data.source={tmp_path / 'store'}", model={"vocab": 5000}))
+    assert job.model.vocab == read_meta(tmp_path / "store").vocab
+    assert tokenizer_file(job) == tmp_path / "store" / "tokenizer.json", "an export would have no tokenizer"
     with pytest.raises(JobError, match="a model of your own cannot be shrunk; give it smaller"):
         small(make_job(model={"module": "helpers.own_models:Plain"}))
 

@@ -90,7 +90,8 @@ def run_experiment(asked: Experiment, log: Callable[[str], None]) -> ExperimentR
 
 def _job(job: Job, folder: Path, name: str) -> Job:
     data = job.data.model_copy(update={"record_ids": True})
-    return job.model_copy(update={"name": name, "runs_dir": str(folder), "data": data})
+    changes = {"name": name, "runs_dir": str(folder), "data": data, "checkpoint": job.checkpoint.local}
+    return job.model_copy(update=changes)
 
 
 def _scheduled(requests: list[FaultRequest], asked: Experiment, plan: Plan) -> list[Fault]:

@@ -200,7 +200,7 @@ class FaultInjector:
             return
         code = self.run.wait_for(lambda: False, self.asked.timeout_s)
         if code == Exit.PREEMPTED and (found := list_checkpoints(self.run.run.checkpoints)):
-            what = damage(found[-1], fault.moment)
+            what = damage(Path(str(found[-1])), fault.moment)
             self._note(fault, what)
             self.run.start()
         elif code is not None and not self._restart(code):

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import Any
 
 import torch.distributed as dist
@@ -29,7 +29,8 @@ from weft.checkpoint.reader import Index
 from weft.checkpoint.retention import retain, sweep
 from weft.checkpoint.writer import SaveFailed, write_checkpoint
 from weft.comm.agreement import Agreement, T, error_text
-from weft.job.errors import JobError
+from weft.job.errors import JobError, MachineError
+from weft.job.store_path import AnyPath, StorePath
 
 DISK_TIMEOUT_S = 600.0
 """How long the end of a run waits for a disk that does not respond."""
@@ -49,12 +50,12 @@ class Checkpointer:
     on_event is called on every rank, always in the caller's thread. any_rank returns whether a flag is set on any rank,
     by another group than this one; without it a save waits for the one before. meta_problem returns what is wrong with
     a checkpoint's meta, if anything. fence is called before a checkpoint takes its name, and raises where this rank may
-    no longer commit anything.
+    no longer commit anything. after_save is called on rank 0 when a checkpoint is durable, in the thread that writes.
     """
 
     def __init__(
         self,
-        folder: Path,
+        folder: AnyPath,
         *,
         group: dist.ProcessGroup | None,
         keep: int,
@@ -64,20 +65,22 @@ class Checkpointer:
         any_rank: Callable[[bool], bool] | None = None,
         meta_problem: Callable[[dict[str, Any]], str | None] = lambda meta: None,
         fence: Callable[[], None] = lambda: None,
+        after_save: Callable[[], None] = lambda: None,
     ) -> None:
         if keep < 1:
             raise JobError(f"checkpoint.keep is {keep}; at least 1 must be kept")
-        self.folder, self.group, self.background = Path(folder), group, background
+        self.folder, self.group, self.background = folder, group, background
         self.keep, self.keep_every = keep, keep_every
         self.everyone = Agreement(group)
         self.durable: int | None = None
         """The step of the last checkpoint that was saved here and verified on disk."""
         self._on_event, self._any_rank, self._meta_problem, self._fence = on_event, any_rank, meta_problem, fence
+        self._after_save = after_save
         self._events: list[Event] = []
         self._changed = threading.Condition()
         self._queue: deque[tuple[Manifest, CheckpointContents]] = deque()
         self._thread: threading.Thread | None = None
-        self.damaged: set[Path] = set()
+        self.damaged: set[AnyPath] = set()
         """Checkpoints that were found to be damaged: skipped, and never deleted."""
 
     def save(
@@ -222,6 +225,7 @@ class Checkpointer:
         fields = {"bytes": saved.bytes} if self.everyone.rank == 0 else {}
         self._note("checkpoint_saved", step=manifest.step, path=final, seconds=seconds, **fields)
         if self.everyone.rank == 0:
+            self._after_save()
             if saved.replaced is not None and ".damaged-" in saved.replaced.name:
                 self._note("damaged", path=saved.replaced, why=f"moved here when step {manifest.step} was saved again")
             try:
@@ -229,7 +233,7 @@ class Checkpointer:
             except OSError as error:
                 self._note("checkpoint_kept", path=self.folder, why=f"old ones could not be deleted: {error}")
 
-    def _read_back(self, path: Path) -> str | None:
+    def _read_back(self, path: AnyPath) -> str | None:
         """What is wrong with a checkpoint that was just written, read back from the disk; the ranks share the files.
 
         Older checkpoints are deleted only after this, so the only good one never is.
@@ -237,7 +241,9 @@ class Checkpointer:
         try:
             files = read_manifest(path).files
             mine = sorted(files)[self.everyone.rank :: self.everyone.world]
-            whys = [why for name in mine if (why := check_file(path, name, files[name], cached=False))]
+            read = not isinstance(path, StorePath)  # a store compares checksums itself when it receives an object
+            checks = (check_file(path, name, files[name], checksum=read, cached=False) for name in mine)
+            whys = [why for why in checks if why]
         except Exception as error:
             whys = [error_text(error)]
         return next((why for found in self.everyone.gather(whys) for why in found), None)
@@ -265,7 +271,7 @@ class Checkpointer:
         restore(self.folder)
         return [path.name for path in list_checkpoints(self.folder)]
 
-    def _checked(self, path: Path) -> Manifest | None:
+    def _checked(self, path: AnyPath) -> Manifest | None:
         """The manifest, when every file matches it; else None, and the damage is reported."""
         body, why = self._from_first(lambda: _manifest_or_why(path))
         manifest = None if body is None else Manifest.of_json(body)
@@ -287,14 +293,17 @@ class Checkpointer:
             return [(name, {**fields, "path": str(fields["path"])}) for name, fields in self._events]
 
         events = self._from_first(look)
-        self._events = [(name, {**fields, "path": Path(fields["path"])}) for name, fields in events]
+        for _, fields in events:
+            fields["path"] = self.folder / PurePosixPath(fields["path"]).name
+        self._events = [(name, fields) for name, fields in events]
         self.wait()
 
     def _from_first(self, ask: Callable[[], T]) -> T:
         """The value that rank 0 reads, on every rank."""
-        return self.everyone.first(ask, lambda why: JobError(f"the checkpoints in {self.folder} cannot be read: {why}"))
+        kind = MachineError if isinstance(self.folder, StorePath) else JobError
+        return self.everyone.first(ask, lambda why: kind(f"the checkpoints in {self.folder} cannot be read: {why}"))
 
-    def _report_damaged(self, path: Path, why: str) -> Damaged:
+    def _report_damaged(self, path: AnyPath, why: str) -> Damaged:
         self.damaged.add(path)
         self._on_event("damaged", path=path, why=why)
         return Damaged(path, why)
@@ -304,7 +313,7 @@ class Checkpointer:
             self._events.append((name, fields))
 
 
-def _manifest_or_why(path: Path) -> tuple[dict[str, Any] | None, str | None]:
+def _manifest_or_why(path: AnyPath) -> tuple[dict[str, Any] | None, str | None]:
     """The manifest for JSON, or why it cannot be used."""
     try:
         return read_manifest(path).to_json(), None

@@ -7,7 +7,7 @@ still open a checkpoint.
 from __future__ import annotations
 
 import pickle
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -45,7 +45,7 @@ class _IndexUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def read_index(stream: BinaryIO) -> Metadata:
+def read_index(stream: IO[bytes]) -> Metadata:
     """Read an index without running code that it names."""
     found = _IndexUnpickler(stream).load()
     if not isinstance(found, Metadata):

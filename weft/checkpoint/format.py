@@ -13,9 +13,10 @@ import zlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from weft.job.errors import JobError, MachineError
+from weft.job.store_path import AnyPath, StorePath, copy_tree, remove_tree, size_of
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -29,7 +30,7 @@ MAX_MANIFEST_BYTES = 256 << 20
 class Damaged(MachineError):
     """A checkpoint that cannot be used, and why."""
 
-    def __init__(self, path: Path, why: str) -> None:
+    def __init__(self, path: AnyPath, why: str) -> None:
         super().__init__(path, why)
         self.path, self.why = path, why
 
@@ -42,7 +43,7 @@ class SavedCheckpoint:
     """A checkpoint whose files all match its manifest."""
 
     step: int
-    path: Path
+    path: AnyPath
     meta: dict[str, Any]
 
 
@@ -78,7 +79,7 @@ class CheckpointFolder:
 
     step: int
     kind: str
-    path: Path
+    path: AnyPath
 
 
 def checkpoint_name(step: int) -> str:
@@ -90,8 +91,10 @@ def aside_name(step: int, kind: str) -> str:
     return f"{checkpoint_name(step)}.{kind}-{uuid.uuid4().hex[:8]}"
 
 
-def entries(folder: Path) -> list[CheckpointFolder]:
+def entries(folder: AnyPath) -> list[CheckpointFolder]:
     """Every checkpoint folder in `folder`, of any kind, lowest step first."""
+    if isinstance(folder, StorePath):
+        return _entries_of_store(folder)
     if not folder.is_dir():
         return []
     found = []
@@ -101,7 +104,19 @@ def entries(folder: Path) -> list[CheckpointFolder]:
     return sorted(found, key=lambda entry: entry.step)
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
+def _entries_of_store(folder: StorePath) -> list[CheckpointFolder]:
+    """The same in a store, where a folder without a manifest is an upload that was interrupted, or still runs."""
+    names = folder.names()
+    finished = {name.split("/")[0] for name in names if name.endswith(f"/{MANIFEST}")}
+    found = []
+    for name in sorted({name.split("/")[0] for name in names if "/" in name}):
+        if match := _NAME.fullmatch(name):
+            kind = (match[2] or "good") if name in finished else "tmp"
+            found.append(CheckpointFolder(int(match[1]), kind, folder / name))
+    return sorted(found, key=lambda entry: entry.step)
+
+
+def list_checkpoints(folder: AnyPath) -> list[AnyPath]:
     """The checkpoints in `folder` by name, oldest first, good or not.
 
     Includes, before its replacement, one that was moved aside for a newer save of its step and not yet deleted.
@@ -110,7 +125,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [entry.path for entry in sorted(listed, key=lambda entry: (entry.step, entry.kind == "good"))]
 
 
-def leftovers(folder: Path, good_step: int, damaged: Collection[Path]) -> list[CheckpointFolder]:
+def leftovers(folder: AnyPath, good_step: int, damaged: Collection[AnyPath]) -> list[CheckpointFolder]:
     """What interrupted saves and deletions left and can be deleted, since the checkpoint of good_step is good."""
     every = entries(folder)
     intact = {
@@ -124,22 +139,22 @@ def leftovers(folder: Path, good_step: int, damaged: Collection[Path]) -> list[C
     return [e for e in every if e.kind in deletable and deletable[e.kind](e.step)]
 
 
-def restore(folder: Path) -> None:
+def restore(folder: AnyPath) -> None:
     """Rename a checkpoint back that was moved aside for a save which was then not finished."""
     every = entries(folder)
     taken = {entry.step for entry in every if entry.kind == "good"}
     for entry in every:
         if entry.kind == "old" and entry.step not in taken:
-            entry.path.rename(folder / checkpoint_name(entry.step))
+            _move(entry.path, folder / checkpoint_name(entry.step))
             taken.add(entry.step)
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: AnyPath) -> Manifest:
     """The manifest of the checkpoint at path; raises Damaged when it is invalid, JobError when nothing is there."""
     if not path.is_dir():
         raise JobError(f"no checkpoint is at {path}; it would be a folder such as {checkpoint_name(200)}")
     try:
-        if (path / MANIFEST).stat().st_size > MAX_MANIFEST_BYTES:
+        if size_of(path / MANIFEST) > MAX_MANIFEST_BYTES:
             raise Damaged(path, f"{MANIFEST} is larger than {MAX_MANIFEST_BYTES >> 20} MiB")
         text = (path / MANIFEST).read_bytes()
     except FileNotFoundError:
@@ -166,30 +181,40 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def write_manifest(path: Path, manifest: Manifest) -> None:
+def write_manifest(path: AnyPath, manifest: Manifest) -> None:
     """Write the manifest into the folder at path; durable on return, as are the names of the other files."""
     body = manifest.to_json()
-    with (path / MANIFEST).open("w") as stream:
-        json.dump({**body, "crc32": _body_sum(body)}, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
+    with (path / MANIFEST).open("wb") as stream:
+        stream.write(json.dumps({**body, "crc32": _body_sum(body)}, indent=1).encode())
+        commit_file(path / MANIFEST, stream)
     sync_folder(path)
 
 
-def check_file(path: Path, name: str, expected: FileSum, *, checksum: bool = True, cached: bool = True) -> str | None:
+def commit_file(path: AnyPath, stream: IO[bytes]) -> None:
+    """Make what was written to an open file durable; an upload is complete only after this."""
+    if isinstance(path, StorePath):
+        stream.close()
+    else:
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def check_file(
+    path: AnyPath, name: str, expected: FileSum, *, checksum: bool = True, cached: bool = True
+) -> str | None:
     """None when the file matches the manifest, else what is wrong. cached=False reads from the disk, not the cache."""
     try:
-        status = (path / name).lstat()
-        if not stat.S_ISREG(status.st_mode):
+        file = path / name
+        if isinstance(file, Path) and not stat.S_ISREG(file.lstat().st_mode):
             return f"{name} is not a regular file; a link could lead out of the checkpoint"
-        size = status.st_size
+        size = size_of(file)
         if size != expected.bytes:
             return f"{name} has {size} bytes instead of {expected.bytes}"
         if not checksum:
             return None
         crc = 0
-        with (path / name).open("rb") as stream:
-            if not cached and hasattr(os, "posix_fadvise"):
+        with file.open("rb") as stream:
+            if not cached and isinstance(file, Path) and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             while block := stream.read(_BLOCK):
                 crc = zlib.crc32(block, crc)
@@ -200,7 +225,7 @@ def check_file(path: Path, name: str, expected: FileSum, *, checksum: bool = Tru
     return None if crc == expected.crc32 else f"{name} has another checksum than when it was written"
 
 
-def verify(path: Path, *, checksum: bool = True) -> str | None:
+def verify(path: AnyPath, *, checksum: bool = True) -> str | None:
     """None when every file of the checkpoint is as it was written, else what is wrong.
 
     Without checksum only the manifest and the sizes are checked.
@@ -215,12 +240,12 @@ def verify(path: Path, *, checksum: bool = True) -> str | None:
     return next((why for why in checks if why), None)
 
 
-def read_meta(path: Path) -> dict[str, Any]:
+def read_meta(path: AnyPath) -> dict[str, Any]:
     """What was saved beside the tensors: step counters, the data state and so on."""
     return read_manifest(path).meta
 
 
-def newest_good(folder: Path) -> SavedCheckpoint | None:
+def newest_good(folder: AnyPath) -> SavedCheckpoint | None:
     """The newest intact checkpoint, for one process that only reads: nothing is changed on disk."""
     for path in reversed(list_checkpoints(folder)):
         if verify(path) is None:
@@ -229,12 +254,43 @@ def newest_good(folder: Path) -> SavedCheckpoint | None:
     return None
 
 
-def put_in_place(written: Path, final: Path, *, damaged: bool) -> Path | None:
+def begin_folder(folder: AnyPath, step: int, *, damaged: bool) -> tuple[AnyPath, AnyPath | None]:
+    """The folder in which a checkpoint of this step is written, and where one that had its name was moved.
+
+    On a disk it has a temporary name until put_in_place(). In a store, where a rename is a copy, it has its final name,
+    and counts as a checkpoint once its manifest is there. Then one that is there already is moved aside first.
+    """
+    if not isinstance(folder, StorePath):
+        folder.mkdir(parents=True, exist_ok=True)
+        made = folder / aside_name(step, "tmp")
+        made.mkdir()
+        return made, None
+    final, aside = folder / checkpoint_name(step), None
+    if (final / MANIFEST).exists():
+        aside = final.with_name(aside_name(step, "damaged" if damaged or verify(final, checksum=False) else "old"))
+        _move(final, aside)
+    remove_tree(final)
+    return final, aside
+
+
+def _move(source: AnyPath, target: AnyPath) -> None:
+    """Rename a checkpoint. In a store it is copied and then deleted, so at any moment one of the two is complete."""
+    if isinstance(source, StorePath) and isinstance(target, StorePath):
+        remove_tree(target, first=MANIFEST)
+        copy_tree(source, target, last=MANIFEST)
+        remove_tree(source, first=MANIFEST)
+    else:
+        source.rename(target)  # type: ignore[union-attr, arg-type]
+
+
+def put_in_place(written: AnyPath, final: AnyPath, *, damaged: bool) -> AnyPath | None:
     """Rename a finished folder to its final name, and return where the one that had the name was moved.
 
     The old one is moved aside first and is still listed as a checkpoint until the new one has its name, so a kill at
     any moment leaves at least one of the two. damaged: the old one must never be read again.
     """
+    if isinstance(written, StorePath) or isinstance(final, StorePath):
+        return None  # begin_folder() has moved the former one
     step = int(_NAME.fullmatch(final.name)[1])  # type: ignore[index]
     aside = None
     if final.exists():
@@ -253,6 +309,9 @@ def put_in_place(written: Path, final: Path, *, damaged: bool) -> Path | None:
 def remove(entry: CheckpointFolder) -> None:
     """Delete a folder. It is renamed first, so that a kill half-way leaves nothing that looks like a checkpoint."""
     path = entry.path
+    if isinstance(path, StorePath):
+        remove_tree(path, first=MANIFEST)
+        return
     if entry.kind != "trash":
         path = path.rename(path.with_name(aside_name(entry.step, "trash")))
     shutil.rmtree(path)
@@ -265,8 +324,10 @@ def surplus(steps: Iterable[int], *, keep: int, keep_every: int, written: int) -
     return [s for s in ordered if s not in kept and not (keep_every and s % keep_every == 0)]
 
 
-def sync_folder(path: Path) -> None:
+def sync_folder(path: AnyPath) -> None:
     """Make the names in a folder durable, where the filesystem supports it."""
+    if isinstance(path, StorePath):
+        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

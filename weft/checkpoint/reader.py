@@ -6,7 +6,6 @@ import difflib
 import io
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from weft.checkpoint.dcp_internals import INDEX_FILE, StorageInfo, read_index
 from weft.checkpoint.format import Damaged, check_file, read_manifest
 from weft.comm.agreement import error_text
 from weft.comm.shards import local_of, shard_of
+from weft.job.store_path import AnyPath
 
 
 class Read(NamedTuple):
@@ -31,7 +31,7 @@ class Read(NamedTuple):
 class Index:
     """The tensors in a checkpoint: their names, shapes and where their bytes are."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: AnyPath) -> None:
         self.path = path
         self.files = read_manifest(path).files
         try:
@@ -109,7 +109,7 @@ class Index:
         return reads
 
 
-def load_full(path: Path, prefix: str = "") -> dict[str, Tensor]:
+def load_full(path: AnyPath, prefix: str = "") -> dict[str, Tensor]:
     """Every tensor whose name starts with prefix, unsharded, in host memory; one process, no process group."""
     index = Index(path)
     tensors = {

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from weft.checkpoint.format import CheckpointFolder, checkpoint_name, entries, leftovers, remove, surplus, verify
+from weft.job.store_path import AnyPath
 
 Note = Callable[..., None]
 
 
-def retain(folder: Path, written: int, keep: int, keep_every: int, damaged: set[Path], note: Note) -> None:
+def retain(folder: AnyPath, written: int, keep: int, keep_every: int, damaged: set[AnyPath], note: Note) -> None:
     """Delete the checkpoints that are not to be kept; damaged ones are neither counted nor deleted."""
     good = {
         entry.step: entry
@@ -23,7 +23,7 @@ def retain(folder: Path, written: int, keep: int, keep_every: int, damaged: set[
         _remove(entry, f"left by an interrupted save; {checkpoint_name(written)} is good", note)
 
 
-def sweep(folder: Path, good_step: int, damaged: set[Path], note: Note) -> None:
+def sweep(folder: AnyPath, good_step: int, damaged: set[AnyPath], note: Note) -> None:
     """Report what interrupted saves left, and delete it where a good checkpoint is as new."""
     gone = leftovers(folder, good_step, damaged)
     for entry in entries(folder):

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from weft.checkpoint.checkpointer import Checkpointer
+from weft.job.store_path import as_path
 from weft.mesh import Mesh
 
 KEEP_ALL = 1_000_000
@@ -27,4 +28,4 @@ def load(folder: Path | str, tensors: dict[str, Tensor], mesh: Mesh) -> dict[str
 
 
 def _checkpointer(folder: Path | str, mesh: Mesh) -> Checkpointer:
-    return Checkpointer(Path(folder), group=mesh.host_group, keep=KEEP_ALL, keep_every=0, background=False)
+    return Checkpointer(as_path(str(folder)), group=mesh.host_group, keep=KEEP_ALL, keep_every=0, background=False)

@@ -6,13 +6,12 @@ The ranks exchange their plans and results as JSON. The files are those that tor
 from __future__ import annotations
 
 import dataclasses
-import os
+import secrets
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,14 +27,16 @@ from weft.checkpoint.dcp_internals import INDEX_FILE, StorageInfo, write_index
 from weft.checkpoint.format import (
     FileSum,
     Manifest,
-    aside_name,
+    begin_folder,
     check_file,
     checkpoint_name,
+    commit_file,
     put_in_place,
     sync_folder,
     write_manifest,
 )
 from weft.comm.agreement import Agreement, T, error_text
+from weft.job.store_path import AnyPath, StorePath, remove_tree
 
 MAX_FAILURES_NAMED = 3
 
@@ -52,7 +53,7 @@ class Saved:
     """A finished save: its size on disk, and where the checkpoint that had its name was moved."""
 
     bytes: int
-    replaced: Path | None
+    replaced: AnyPath | None
 
 
 class Contents(Protocol):
@@ -70,7 +71,7 @@ Extents = list[list[int]]
 
 def write_checkpoint(
     contents: Contents,
-    folder: Path,
+    folder: AnyPath,
     manifest: Manifest,
     ranks: Agreement,
     *,
@@ -86,38 +87,40 @@ def write_checkpoint(
     writes = assign_chunks(plans)
     mine = writes[ranks.rank]
 
-    def make_folder() -> str:
-        # Rank 0 alone picks the name, so that no file of an earlier try, nor of a rank of a dead run that still
-        # writes, can get in. Only the name: nodes may see the disk under different paths.
-        folder.mkdir(parents=True, exist_ok=True)
-        name = aside_name(manifest.step, "tmp")
-        (folder / name).mkdir()
-        return name
+    def make_folder() -> tuple[str, str | None, str]:
+        # Rank 0 alone picks the names, so that no file of an earlier try, nor of a rank of a dead run that still
+        # writes, can get in. Only the names: nodes may see the disk under different paths.
+        made, replaced = begin_folder(folder, manifest.step, damaged=replaces_damaged)
+        mark = f"-{secrets.token_hex(4)}" if isinstance(folder, StorePath) else ""
+        return made.name, replaced.name if replaced else None, mark
 
-    made = folder / ranks.first(make_folder, SaveFailed)
+    name, moved, mark = ranks.first(make_folder, SaveFailed)
+    made = folder / name
 
     def write_own_file() -> tuple[Extents, int, int]:
         made.mkdir(parents=True, exist_ok=True)  # on a node that does not see rank 0's disk: finish() reports that
-        extents, written = write_file(made / _file_name(ranks.rank), (contents.tensors[i] for i in mine))
+        extents, written = write_file(made / _file_name(ranks.rank, mark), (contents.tensors[i] for i in mine))
         return extents, written.bytes, written.crc32
 
     def finish() -> tuple[int, str | None]:
-        files = {_file_name(rank): FileSum(*result[1:]) for rank, result in enumerate(results)}
+        files = {_file_name(rank, mark): FileSum(*result[1:]) for rank, result in enumerate(results)}
         for name, expected in files.items():
             if why := check_file(made, name, expected, checksum=False):
                 raise OSError(f"{why} where rank 0 looks; {folder} must be one folder that every node sees")
-        files[INDEX_FILE] = write_index_file(made, plans, writes, [result[0] for result in results])
+        files[INDEX_FILE] = write_index_file(made, plans, writes, [result[0] for result in results], mark)
+        fence()
         write_manifest(made, dataclasses.replace(manifest, files=files))
         fence()
         replaced = put_in_place(made, folder / checkpoint_name(manifest.step), damaged=replaces_damaged)
         sync_folder(folder.parent)
-        return sum(file.bytes for file in files.values()), replaced.name if replaced else None
+        return sum(file.bytes for file in files.values()), replaced.name if replaced else moved
 
     try:
         results = on_every_rank(ranks, write_own_file)
         size, replaced = ranks.first(finish, SaveFailed)
     except SaveFailed:  # every rank has stopped writing
-        shutil.rmtree(made, ignore_errors=True)
+        with suppress(OSError):
+            remove_tree(made) if isinstance(made, StorePath) else shutil.rmtree(made, ignore_errors=True)
         raise
     return Saved(size, folder / replaced if replaced else None)
 
@@ -174,11 +177,11 @@ def assign_chunks(plans: list[list[Chunk]]) -> list[list[int]]:
     return writes
 
 
-def write_file(path: Path, tensors: Iterable[Tensor]) -> tuple[Extents, FileSum]:
+def write_file(path: AnyPath, tensors: Iterable[Tensor]) -> tuple[Extents, FileSum]:
     """Write tensors one after the other, each as torch.save does; durable on return."""
     extents: Extents = []
-    with path.open("wb", buffering=1 << 20) as raw:
-        stream = _SummingStream(raw)
+    with _open(path) as raw:
+        stream = _SummingStream(path, raw)
         for tensor in tensors:
             start = stream.position
             if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.itemsize:
@@ -188,11 +191,17 @@ def write_file(path: Path, tensors: Iterable[Tensor]) -> tuple[Extents, FileSum]
         return extents, stream.finish()
 
 
-def _file_name(rank: int) -> str:
-    return f"__{rank}_0.distcp"
+def _open(path: AnyPath) -> IO[bytes]:
+    return path.open("wb") if isinstance(path, StorePath) else path.open("wb", buffering=1 << 20)
 
 
-def write_index_file(made: Path, plans: list[list[Chunk]], writes: list[list[int]], extents: list[Extents]) -> FileSum:
+def _file_name(rank: int, mark: str) -> str:
+    return f"__{rank}_0{mark}.distcp"
+
+
+def write_index_file(
+    made: AnyPath, plans: list[list[Chunk]], writes: list[list[int]], extents: list[Extents], mark: str = ""
+) -> FileSum:
     """Write the index of everything that the ranks wrote."""
     tensors: dict[str, TensorStorageMetadata] = {}
     storage: dict[MetadataIndex, StorageInfo] = {}
@@ -203,9 +212,9 @@ def write_index_file(made: Path, plans: list[list[Chunk]], writes: list[list[int
             entry = tensors.setdefault(chunk.name, TensorStorageMetadata(properties, torch.Size(chunk.shape), []))
             index = MetadataIndex(chunk.name, chunk.offset, len(entry.chunks))
             entry.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.size)))
-            storage[index] = StorageInfo(_file_name(rank), offset, length)
+            storage[index] = StorageInfo(_file_name(rank, mark), offset, length)
     with (made / INDEX_FILE).open("wb") as raw:
-        stream = _SummingStream(raw)
+        stream = _SummingStream(made / INDEX_FILE, raw)
         write_index(stream, tensors, storage)
         return stream.finish()
 
@@ -216,10 +225,10 @@ class _SummingStream:
     The first error is kept until finish(): torch's zip writer would replace it by one of its own.
     """
 
-    def __init__(self, raw: BinaryIO) -> None:
-        self._raw = raw
+    def __init__(self, path: AnyPath, raw: IO[bytes]) -> None:
+        self._path, self._raw = path, raw
         self.position, self.crc32 = 0, 0
-        self.error: OSError | None = None
+        self.error: Exception | None = None
 
     def write(self, data: Any) -> int:
         size = memoryview(data).nbytes
@@ -233,10 +242,9 @@ class _SummingStream:
 
     def finish(self) -> FileSum:
         """Make the file durable, and raise what went wrong with it."""
-        self._try(self._raw.flush)
-        self._try(lambda: os.fsync(self._raw.fileno()))
+        self._try(lambda: commit_file(self._path, self._raw))
         if self.error is not None:
-            with suppress(OSError):  # what a full disk refused would be raised again
+            with suppress(Exception):  # what a full disk or a store refused would be raised again
                 self._raw.close()
             raise self.error
         return FileSum(self.position, self.crc32)
@@ -245,5 +253,5 @@ class _SummingStream:
         if self.error is None:
             try:
                 action()
-            except OSError as error:
+            except Exception as error:  # a store's package has errors of its own
                 self.error = error

@@ -40,6 +40,14 @@ def launch(
             print_stderr(line)
         print_stderr(f"{target.name} would accept {request.job.name}: {request.plan.layout()}, {request.nodes} nodes")
         return
+    if request.job.launch.when:
+        from weft.launch.policy import run_by_policy, start_in_background
+
+        if not detach:
+            raise typer.Exit(run_by_policy(target, request, print_stderr))
+        log = start_in_background(request, [job, *(overrides or ()), *(["--on", on] if on else [])])
+        print_stderr(f"{request.job.name} runs when its rule holds; see {log}, weft stop {request.job.name} ends it")
+        return
     clean_up_on_interrupt()
     record = submit(target, request)
     print_stderr(f"{request.job.name} is {target.name} job {record.job_id}: {request.plan.layout()}")
@@ -89,5 +97,9 @@ def stop(
     """Stop a launched run. It saves first; the same launch resumes it."""
     from weft.launch.launch_job import find_launch
     from weft.launch.launch_job import stop as stop_run
+    from weft.launch.policy import stop_policy
 
+    if not kill and stop_policy(run, runs_dir, timeout):
+        print_stderr(f"{run} has stopped")
+        return
     raise typer.Exit(stop_run(find_launch(run, runs_dir), print_stderr, kill, timeout))

@@ -51,6 +51,10 @@ def plan(
     # `--compare a b own`: offers after the first arrive among the overrides
     offers = [text for text in given if "=" not in text] if compare else []
     described = load_job(job, [text for text in given if text not in offers])
+    if described.train.epochs is not None:
+        from weft.data.epochs import with_known_steps
+
+        described = with_known_steps(described)
     named = [name for text in [compare, *offers] if text for name in text.split(",")]
     front = pareto or as_json or html is not None
     made = show(

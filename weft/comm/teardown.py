@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -18,6 +19,7 @@ def freeze_imports() -> None:
     gc.unfreeze()  # frozen objects cannot be found
     _frozen_caches()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # Triton's bindings print hundreds of lines about objects that are never collected
 
 
 def freeze_more() -> None:

@@ -18,8 +18,11 @@ from weft.data.file_array import FileArray
 from weft.data.mixture import MixedDataset, SourceShares
 from weft.data.order import OrderedDataset, SampleOrder
 from weft.data.prepared_files import prepared_store
+from weft.data.recommend.ratings import RATING_SOURCES, open_ratings, reads_ratings
 from weft.data.store import is_store, open_store, store_tokenizer
 from weft.data.synthetic import open_synthetic
+from weft.data.tasks.labeled_texts import open_labeled_texts
+from weft.data.tasks.masked_tokens import masked
 from weft.data.text_windows import TextDataset
 from weft.data.tokenizer import Tokenizer, Tokens, load_tokenizer
 from weft.data.user_dataset import open_user_dataset
@@ -31,7 +34,7 @@ from weft.job.token_files import read_meta
 Sample = dict[str, np.ndarray]
 """inputs, targets and valid (and docs and positions when data.mask_documents), each without a batch dim."""
 
-_NAMES = (*CORPORA, *RECORD_CORPORA, "synthetic", *IMAGE_SOURCES)
+_NAMES = (*CORPORA, *RECORD_CORPORA, "synthetic", *IMAGE_SOURCES, *RATING_SOURCES)
 
 
 class Dataset(Protocol):
@@ -52,14 +55,23 @@ def open_dataset(job: Job) -> Dataset:
     data = job.data
     order = SampleOrder(data.shuffle, data.shuffle_block)
     if data.mixture:
-        return _open_mixture(job, order)
-    found = _open_source(job, data.source, data.format)
-    return found if data.shuffle == "samples" else OrderedDataset(found, order)
+        found = _open_mixture(job, order)
+    else:
+        found = _open_source(job, data.source, data.format)
+        found = found if data.shuffle == "samples" else OrderedDataset(found, order)
+    sources = [each.source for each in data.mixture] or [data.source]
+    if job.model.is_encoder and not job.model.classes and not any(is_user_dataset(source) for source in sources):
+        return masked(job, found)
+    return found
 
 
 def _open_mixture(job: Job, order: SampleOrder) -> Dataset:
     data = job.data
     opened = [_open_source(job, each.source, each.format or data.format) for each in data.mixture]
+    if any(getattr(dataset, "padding", None) for dataset in opened):
+        raise JobError(
+            f"data.mixture mixes texts of one length, and data.format={data.format} has others; leave it out"
+        )
     if any(getattr(dataset, "takes_epoch", False) for dataset in opened):
         raise JobError("data.mixture mixes text and conversations, and one of its sources holds images; leave it out")
     keys = [set(dataset.train(0)) for dataset in opened]
@@ -80,10 +92,20 @@ def _open_source(job: Job, source: str, format: str | None) -> Dataset:
     if source == "synthetic":
         return open_synthetic(job)
     own = job.model_copy(update={"data": data.model_copy(update={"source": source})})
+    if format is None and reads_ratings(own):
+        return open_ratings(own)
     if format is None and reads_images(own):
         return open_images(own)
-    if format is None and _is_user_dataset(source):
+    if format is None and is_user_dataset(source):
         return open_user_dataset(own)
+    if format == "labels":
+        return open_labeled_texts(own, source)
+    if job.model.is_encoder and (job.model.classes or format in ("chat", "instruction")):
+        kind, form = ("texts with labels", "labels") if job.model.classes else ("texts", "text")
+        raise JobError(
+            f"model.family={job.model.family} reads {kind}, and data.source {source} has none; write "
+            f"data.format={form} and the path of its files"
+        )
     if source not in _NAMES and not (format and not is_store(Path(source))):
         _check_store_path(source)
     if job.model.is_classifier or job.model.is_stack:
@@ -157,7 +179,7 @@ def check_dataset(job: Job) -> None:
         else:
             _refuse_conversations(data.source, data.format)
         _check_vocab(job, tokenizer.vocab)
-    elif data.format or not _is_user_dataset(data.source):
+    elif data.format or not is_user_dataset(data.source):
         open_dataset(job)
 
 
@@ -165,13 +187,14 @@ def open_tokenizer(data: Data) -> Tokenizer:
     """The tokenizer of data.source: a store brings its own, everything else uses data.tokenizer."""
     source = data.mixture[0].source if data.mixture else data.source
     format = (data.mixture[0].format if data.mixture else None) or data.format
-    if source in _NAMES or (format and not is_store(Path(source))) or _is_user_dataset(source):
+    if source in _NAMES or (format and not is_store(Path(source))) or is_user_dataset(source):
         return load_tokenizer(data.tokenizer)
     _check_store_path(source)
     return store_tokenizer(Path(source), read_meta(Path(source)))
 
 
-def _is_user_dataset(source: str) -> bool:
+def is_user_dataset(source: str) -> bool:
+    """Whether data.source names a dataset in Python, as in `module:name`."""
     return ":" in source and not Path(source).exists()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from weft.data.dataset import Dataset, open_dataset
-from weft.job.errors import JobError
+from weft.job.errors import JobError, WeftError
 from weft.job.schema import Job
 from weft.job.shapes import resolve
 
@@ -36,3 +36,13 @@ def with_steps(job: Job) -> Job:
             f"too; leave one of them out, or write train.steps={steps}"
         )
     return job.model_copy(update={"train": train.model_copy(update={"steps": steps})})
+
+
+def with_known_steps(job: Job) -> Job:
+    """The same where the data can be read here; a plan is made without them otherwise."""
+    try:
+        return with_steps(job)
+    except WeftError:
+        if "steps" in job.train.model_fields_set:
+            raise
+        return job

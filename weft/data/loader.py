@@ -21,6 +21,7 @@ from weft.data.epochs import epoch_len
 from weft.data.order import indices_of
 from weft.data.sample_workers import SampleWorkers, read_sample
 from weft.data.sampler import Ints
+from weft.data.tasks.task_records import Padding
 from weft.job.errors import JobError
 from weft.job.train import BatchRamp
 
@@ -201,7 +202,7 @@ class Loader:
 def read_samples(dataset: Dataset, ids: Ints, indices: Ints, parts: list[slice], in_epoch: int) -> list[Batch]:
     """Training samples with these ids, in microbatches. An epoch has `in_epoch` ids."""
     samples = [read_sample(dataset, int(k), int(i), in_epoch) for k, i in zip(ids, indices, strict=True)]
-    return [_stack(samples[part], ids[part]) for part in parts]
+    return [_stack(samples[part], ids[part], padding_of(dataset)) for part in parts]
 
 
 def _numbers(
@@ -240,11 +241,17 @@ def val_batches(
         filler = _void(dataset.val(length - 1)) if ids[-1] >= length else {}
         samples = [dataset.val(int(i)) if i < length else filler for i in ids]
         ids = np.where(ids < length, ids, -1)
-        yield [_stack(samples[part], ids[part]) for part in shares.slices(dp_rank)]
+        yield [_stack(samples[part], ids[part], padding_of(dataset)) for part in shares.slices(dp_rank)]
 
 
 def _void(sample: Sample) -> Sample:
     return {**sample, "valid": np.zeros_like(sample["valid"])}
+
+
+def padding_of(dataset: Dataset) -> Padding | None:
+    """How the samples of a dataset are padded, if they have different lengths."""
+    found: Padding | None = getattr(dataset, "padding", None)
+    return found
 
 
 def padded_ids(key: str, arrays: list[np.ndarray]) -> list[np.ndarray]:
@@ -258,7 +265,7 @@ def padded_ids(key: str, arrays: list[np.ndarray]) -> list[np.ndarray]:
     return [np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, longest - a.shape[-1])], constant_values=-1) for a in arrays]
 
 
-def _stack(samples: Sequence[Sample], ids: Ints) -> Batch:
+def _stack(samples: Sequence[Sample], ids: Ints, padding: Padding | None = None) -> Batch:
     """One microbatch: each array of the samples with a batch dim in front, and the samples' numbers."""
     batch: Batch = {"ids": torch.from_numpy(ids.copy())}
     keys = samples[0].keys()
@@ -266,7 +273,8 @@ def _stack(samples: Sequence[Sample], ids: Ints) -> Batch:
         if sample.keys() != keys:
             raise JobError(f"samples {ids[0]} and {i} of a batch differ: {sorted(keys)} and {sorted(sample)}")
     for key in keys:
-        arrays = padded_ids(key, [np.asarray(sample[key]) for sample in samples])
+        arrays = [np.asarray(sample[key]) for sample in samples]
+        arrays = padded_ids(key, arrays) if padding is None else padding.pad(key, arrays)
         for i, array in zip(ids, arrays, strict=True):
             if array.shape != arrays[0].shape:
                 raise JobError(

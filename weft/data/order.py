@@ -56,6 +56,7 @@ class OrderedDataset:
         self.train, self.val = inner.train, inner.val
         self.fingerprint = str(getattr(inner, "fingerprint", ""))
         self.takes_epoch, self.decodes = (bool(getattr(inner, name, False)) for name in ("takes_epoch", "decodes"))
+        self.padding = getattr(inner, "padding", None)
 
     def sample_indices(self, seed: int, ids: Ints) -> Ints:
         """The indices of the run's samples with these numbers."""

@@ -34,6 +34,8 @@ def open_synthetic(job: Job) -> SyntheticDataset:
         classes = int(model.args.get("classes") or _given(model.vocab, "vocab"))
         side = options.size or SYNTHETIC_SIDE
         return SyntheticPictures(seed, (options.channels or model.channels or 3, side, side), classes)
+    if model.classes:
+        return RandomLabels(seed, job.data.seq_len, _given(model.vocab, "vocab"), model.classes)
     return RandomTokens(seed, job.data.seq_len, _given(model.vocab, "vocab"), job.data.mask_documents)
 
 
@@ -80,6 +82,20 @@ class RandomTokens(SyntheticDataset):
             sample["docs"] = np.zeros(self._seq_len, dtype=np.int64)
             sample["positions"] = np.arange(self._seq_len, dtype=np.int64)
         return sample
+
+
+class RandomLabels(SyntheticDataset):
+    """Tokens drawn uniformly from the vocabulary, of which one in four is that of the label."""
+
+    def __init__(self, seed: int, seq_len: int, vocab: int, classes: int) -> None:
+        super().__init__(seed)
+        self._seq_len, self._vocab, self._classes = seq_len, vocab, classes
+
+    def _sample(self, random: np.random.Generator) -> dict[str, np.ndarray]:
+        target = random.integers(0, self._classes, dtype=np.int64)
+        tokens = random.integers(0, self._vocab, size=self._seq_len, dtype=np.int64)
+        tokens[random.random(self._seq_len) < 0.25] = target % self._vocab
+        return {"inputs": tokens, "targets": np.asarray(target), "valid": np.ones((), dtype=np.bool_)}
 
 
 class Regression(SyntheticDataset):

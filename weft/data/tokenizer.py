@@ -40,6 +40,9 @@ class Tokenizer(Protocol):
     def encode_prompt(self, text: str) -> Tokens:
         """The tokens of a text to continue, with those that the tokenizer puts at its beginning."""
 
+    def encode_whole(self, text: str) -> Tokens:
+        """The tokens of a text with the special ones around it; the last is an end token."""
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens; bytes that are not UTF-8 become U+FFFD."""
 
@@ -59,6 +62,9 @@ class ByteTokenizer:
 
     def encode_prompt(self, text: str) -> Tokens:
         return self.encode(text)
+
+    def encode_whole(self, text: str) -> Tokens:
+        return np.append(self.encode(text), np.uint8(self.eos))
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(int(i) for i in ids).decode("utf-8", "replace")
@@ -86,6 +92,13 @@ class BpeTokenizer:
         start = self.inner.encode("", add_special_tokens=True).ids
         ends = start and start[-1] == self.eos  # a tokenizer that also adds an end, such as </s>
         return np.concatenate([np.asarray(start[:-1] if ends else start, dtype=np.uint32), self.encode(text)])
+
+    def encode_whole(self, text: str) -> Tokens:
+        around = self.inner.encode("", add_special_tokens=True).ids  # such as [CLS] and [SEP], or </s>
+        inside = self.encode(text)
+        if not around or around[-1] != self.eos:
+            return np.concatenate([np.asarray(around, dtype=np.uint32), inside, np.array([self.eos], np.uint32)])
+        return np.concatenate([np.asarray(around[:-1], np.uint32), inside, np.asarray(around[-1:], np.uint32)])
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self.inner.decode([int(i) for i in ids], skip_special_tokens=True))

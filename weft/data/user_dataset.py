@@ -64,11 +64,15 @@ class UserDataset:
 
     def __init__(self, inner: Any, source: str, model: Model) -> None:
         self._inner, self._source = inner, source
-        given = model.vocab if model.module or model.is_decoder or model.is_classifier else None
+        given = model.vocab if model.module or model.takes_tokens or model.is_classifier else None
         self._vocab = given
         """Integer targets, and integer inputs, must be below it; None where it is not known."""
-        self._tokens, self._classes = model.is_decoder, model.is_decoder or model.is_classifier
+        self._labels = model.classes
+        """Integer targets must be below it instead, where the model gives labels."""
+        self._tokens, self._classes = model.takes_tokens, model.takes_tokens or model.is_classifier
         self._plain, self._several = not model.module, isinstance(model.loss, dict)
+        self._rows = {key: (table.name, table.rows) for table in model.tables for key in table.keys}
+        """By key of a sample with ids: the table and its number of rows."""
         self._patch_dim = model.patch_dim if model.is_classifier else None
         self._patch = (model.patch or 4, model.channels or 3)
         self.train_len = self._length("train_len", least=1)
@@ -111,6 +115,12 @@ class UserDataset:
         sample = self._arrays(read(index), where)
         if self._patch_dim is not None:
             sample["inputs"] = self._patches(sample["inputs"], where)
+        for key, (table, rows) in self._rows.items():
+            ids = sample.get(f"inputs/{key}")
+            if ids is not None and ids.size and not (int(ids.min()) >= -1 and int(ids.max()) < rows):
+                wrong = int(ids.max() if ids.max() >= rows else ids.min())
+                raise self._refuse(f"gave the id {wrong} in {key} of {where}, and the table {table} has rows={rows}; "
+                                   "ids are from 0 to rows - 1, or -1 for none")  # fmt: skip
         if "targets" in sample:
             self._check_targets(sample, where)
         elif "valid" not in sample:
@@ -192,17 +202,18 @@ class UserDataset:
 
     def _check_range(self, values: np.ndarray, key: str, sample: str) -> None:
         """Refuse integers outside the vocabulary, which would train the wrong thing or index out of bounds."""
-        if self._vocab is None or not values.size or not np.issubdtype(values.dtype, np.integer):
+        limit, field = (self._labels, "classes") if self._labels and key == "targets" else (self._vocab, "vocab")
+        if limit is None or not values.size or not np.issubdtype(values.dtype, np.integer):
             return
         low, high = int(values.min()), int(values.max())
-        if low < 0 or high >= self._vocab:
+        if low < 0 or high >= limit:
             wrong = low if low < 0 else high
             place = np.unravel_index(int(values.argmin() if low < 0 else values.argmax()), values.shape)
-            hint = f"write model.vocab={high + 1} or correct the sample" if low >= 0 else "correct the sample"
+            hint = f"write model.{field}={high + 1} or correct the sample" if low >= 0 else "correct the sample"
             also = f"; {IGNORED_TARGET} or valid=False masks a target" if key == "targets" else ""
             raise self._refuse(
-                f"gave {key} {wrong} at {[int(i) for i in place]} of sample {sample}, outside of model.vocab="
-                f"{self._vocab}; {hint}{also}"
+                f"gave {key} {wrong} at {[int(i) for i in place]} of sample {sample}, outside of "
+                f"model.{field}={limit}; {hint}{also}"
             )
 
     def _refuse(self, what: str) -> JobError:

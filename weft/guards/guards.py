@@ -18,7 +18,7 @@ from weft.data.loader import Loader
 from weft.guards.checksum import Kind
 from weft.guards.cpu_contention import CpuContention
 from weft.guards.fault_log import FaultLog
-from weft.guards.loss_spikes import REPLAY_STEPS, SpikeDetector
+from weft.guards.loss_spikes import BASELINE_STEPS, REPLAY_STEPS, SpikeDetector
 from weft.guards.replica_mismatch import ReplicaMismatch, find_differences, values_at, wrong_ranks
 from weft.guards.rollback import RollBack
 from weft.guards.silent_corruption import WeightChecks, WeightMismatch
@@ -189,6 +189,8 @@ class Guards:
 
     def recall(self, recorded: Sequence[tuple[float, float]]) -> None:
         """Learn from the loss and norm of earlier steps, so that a resumed run judges the next step as before."""
+        for loss, norm in recorded[:BASELINE_STEPS]:
+            self.spikes.begin(loss, norm)
         for loss, norm in recorded[-REPLAY_STEPS:]:
             self.spikes.learn(loss, norm)
 

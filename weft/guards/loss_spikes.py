@@ -1,7 +1,9 @@
 """Loss spikes: a step whose loss or gradient norm is far outside the recent range.
 
 A value's deviation is its distance from the median of the values before it. It is a spike if it exceeds both ten times
-the median absolute deviation and three times the largest deviation of the recent steps.
+the median absolute deviation and three times the largest deviation of the recent steps. Where the loss is small
+compared with that of the first steps, as a classifier's becomes, one unusual sample multiplies it: what stays small on
+that scale is no spike.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ WINDOW, MIN_SAMPLES = 64, 16
 """Deviations kept, and how many are needed before a value is judged."""
 LOSS_FLOOR = 0.25
 """A loss increase below this share of the loss is never a spike."""
+START_FLOOR = 0.05
+"""A loss increase below this share of the loss of the first steps is never a spike; nor is, where the loss itself is
+below it, a norm that is not above those of the first steps."""
 NORM_FLOOR = math.log(30)
 """Floor for the log of the norm; clipping handles smaller outliers, and a bad batch shows in the loss."""
 JOINT_FLOORS = (0.05, math.log(3))
@@ -64,6 +69,8 @@ class SpikeDetector:
 
     def __init__(self) -> None:
         self._forget()
+        self.first: list[tuple[float, float]] = []
+        """Loss and log of the norm of the first steps."""
         self.undone: deque[int] = deque(maxlen=MAX_SPIKES)
 
     def _forget(self) -> None:
@@ -72,16 +79,26 @@ class SpikeDetector:
 
     def learn(self, loss: float, norm: float) -> None:
         """Add a step that is not a spike."""
+        self.begin(loss, norm)
         self.loss.add(loss)
         self.norm.add(math.log(max(norm, 1e-30)))
+
+    def begin(self, loss: float, norm: float) -> None:
+        """Add a step to the first ones, if they are not complete."""
+        if len(self.first) < BASELINE_STEPS:
+            self.first.append((loss, math.log(max(norm, 1e-30))))
 
     def judge(self, step: int, loss: float, norm: float) -> Spike | None:
         """The spike to undo after this step, or None; a normal step is added to the history."""
         size = math.log(max(norm, 1e-30))
         usual = statistics.median(self.loss.values) if self.loss.values else loss
-        by_loss = self.loss.judge(loss, LOSS_FLOOR * abs(usual))
-        by_norm = self.norm.judge(size, NORM_FLOOR)
-        by_both = min(self.loss.judge(loss, JOINT_FLOORS[0] * abs(usual)), self.norm.judge(size, JOINT_FLOORS[1]))
+        losses, norms = zip(*self.first, strict=True) if self.first else ((0.0,), (0.0,))
+        floor = START_FLOOR * abs(statistics.median(losses))
+        small = abs(usual) < floor
+        by_loss = self.loss.judge(loss, max(floor, LOSS_FLOOR * abs(usual)))
+        by_norm = 0.0 if small and size < max(norms) else self.norm.judge(size, NORM_FLOOR)
+        joint = floor if small else JOINT_FLOORS[0] * abs(usual)
+        by_both = min(self.loss.judge(loss, joint), self.norm.judge(size, JOINT_FLOORS[1]))
         if max(by_loss, by_norm, by_both) < 1:
             self.uneasy = step if by_norm > SUSPECT_SHARE else None
             self.learn(loss, norm)

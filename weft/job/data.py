@@ -10,6 +10,9 @@ from pydantic import Field, model_validator
 from weft.job.section import Section
 from weft.job.token_files import MASK
 
+PAD_MULTIPLE = 8
+"""Lengths of padded batches are multiples of this, or data.seq_len."""
+
 
 class MixtureSource(Section):
     """One source of a mixture."""
@@ -47,8 +50,10 @@ class ImageData(Section):
     """Largest random shift of an image in pixels, with black at its edges."""
     flip: float = Field(0.0, ge=0, le=1)
     """Probability of a horizontal flip."""
+    autoaugment: bool = False
+    """Apply a random pair of operations of AutoAugment's policy for ImageNet."""
     randaugment: int = Field(0, ge=0, le=16)
-    """Random operations of RandAugment on an image; needs torchvision."""
+    """Random operations of RandAugment on an image."""
     magnitude: int = Field(9, ge=0, le=30)
     """Strength of RandAugment."""
     erase: float = Field(0.0, ge=0, le=1)
@@ -65,10 +70,12 @@ class Data(Section):
     source: str = "pydoc"
     """pydoc (Python's reference documentation), stdlib (Python's source code), docstrings (questions about Python's
     functions, with answers), synthetic, the path of a token store made by `weft data build`, a file or folder of
-    data.format, mnist, fashion-mnist, the path of image files, or your own dataset as package.module:name."""
-    format: Literal["text", "chat", "instruction"] | None = None
-    """What the files at data.source hold: text, conversations (chat), or questions with answers (instruction). Then it
-    may be a JSONL, parquet or arrow file or a folder, which is tokenized once. Default: data.source is no such file."""
+    data.format, mnist, fashion-mnist, the path of image files, movielens or a folder with its files, or your own
+    dataset as package.module:name."""
+    format: Literal["text", "chat", "instruction", "labels"] | None = None
+    """What the files at data.source hold: text, conversations (chat), questions with answers (instruction), or texts
+    with labels (labels, of bert with model.classes). Then it may be a JSONL, parquet or arrow file or a folder, for
+    labels also a TSV file. Default: data.source is no such file."""
     template: str | None = None
     """Chat template of chat and instruction: chatml, plain, or the path of a .jinja file. Default: the tokenizer's."""
     answers_only: bool = True
@@ -76,7 +83,9 @@ class Data(Section):
     packing: bool = True
     """Put several conversations into a sample, without attention between them; false: one a sample."""
     field: str = "text"
-    """Field of a record with the text, of format text."""
+    """Field of a record with the text, of formats text and labels; `a.b` is the field b of the field a."""
+    label_field: str = "label"
+    """Field of a record with its label, a number or a text, of format labels."""
     mixture: tuple[MixtureSource, ...] = ()
     """Several sources with weights, instead of data.source."""
     anneal_from: float = Field(1.0, ge=0, le=1)
@@ -93,11 +102,18 @@ class Data(Section):
     """Fraction of the corpus, at its end, held out for evaluation."""
     mask_documents: bool = False
     """Mask attention between packed documents: positions restart in each, and no token predicts the next document."""
+    mask_rate: float = Field(0.15, gt=0, lt=1)
+    """Share of the tokens that a masked language model (bert) predicts. Of these, 80 % become the mask token, 10 % a
+    random token, and 10 % stay; which ones is a function of the seed, the sample and the epoch."""
+    mask_token: int | None = Field(None, ge=0, lt=2**31)
+    """Token that hides others (bert). Default: the tokenizer's [MASK] or <mask>, else the last of model.vocab."""
     drop_last: bool = False
     """End an epoch with its last whole batch: the samples after it are left out, others in each epoch. By default a
     batch continues with the next epoch, so that every sample is read once an epoch."""
     images: ImageData | None = None
     """Read images from data.source, as this section says."""
+    negatives: int = Field(4, ge=1, le=100_000)
+    """Items that a user has not rated, drawn anew in each epoch for each rated one (movielens)."""
     prefetch: int = Field(2, ge=0, le=1000)
     """Batches to read ahead in the background."""
     workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
@@ -107,11 +123,16 @@ class Data(Section):
     """Log the samples that each rank reads at each step to samples/rank-*.jsonl."""
 
     @property
+    def pads_batches(self) -> bool:
+        """Whether samples have different lengths, and those of a batch are padded to the longest."""
+        return self.format == "labels"
+
+    @property
     def separates_documents(self) -> bool:
         """Whether attention is masked between documents: by mask_documents, or in packed conversations."""
         sources = [(s.source, s.format or self.format) for s in self.mixture] or [(self.source, self.format)]
         return self.mask_documents or any(
-            format in ("chat", "instruction") or source == "docstrings" or (Path(source) / MASK).is_file()
+            format in ("chat", "instruction", "labels") or source == "docstrings" or (Path(source) / MASK).is_file()
             for source, format in sources
         )
 

@@ -13,7 +13,7 @@ from weft.job.model_parts.tables import EmbeddingTable, TableOptim
 from weft.job.registry import NameIn, Registry, did_you_mean, listed
 from weft.job.section import Section
 
-Structure = Literal["decoder", "classifier", "stack", "module"]
+Structure = Literal["decoder", "encoder", "encoder_decoder", "classifier", "stack", "module"]
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,11 @@ class Family:
     build: str
     """`module:function` that takes the resolved Model section and returns an nn.Module, called on the meta device."""
     structure: Structure
-    """decoder: tokens, blocks of attention and feed-forward, logits for each token. classifier: image patches, the same
-    blocks, one label a sample. stack: vectors and square linear layers. The planner counts, splits and prices by it.
-    module: a module that trains as your own would, by replicas and shards."""
+    """decoder: tokens, blocks of attention and feed-forward, logits for each token. encoder: the same with attention to
+    both sides, for masked tokens or one label a sample. encoder_decoder: blocks of an encoder, then blocks of a decoder
+    that also attends to its output. classifier: image patches, blocks of an encoder, one label a sample. stack: vectors
+    and square linear layers. The planner counts, splits and prices by it. module: a module that trains as your own
+    would, by replicas and shards."""
     defaults: Mapping[str, Any]
     """Fields of `model` that neither the job nor a shape gives."""
     weights: Callable[[Model, bool, int, int, bool, bool], Iterable[Any]] | None = None
@@ -161,7 +163,7 @@ class Experts(Section):
         return self
 
 
-LOSSES = ("auto", "model", "cross_entropy", "nll", "bce", "mse", "l1", "smooth_l1")
+LOSSES = ("auto", "model", "cross_entropy", "nll", "bce", "mse", "l1", "smooth_l1", "contrastive")
 """Losses that a job may name (weft/models/user/named_losses.py)."""
 
 
@@ -188,6 +190,8 @@ class NamedLoss(Section):
     @field_validator("function")
     @classmethod
     def _known(cls, value: str) -> str:
+        if value in ("model", "contrastive"):
+            raise ValueError(f"must be a loss of one output and one target, not {value}, which is a model.loss alone")
         return check_loss(value)
 
 
@@ -213,14 +217,18 @@ class Model(Section):
     loss: str | dict[str, NamedLoss] = "auto"
     """Loss of your own module: auto (cross-entropy for integer targets, otherwise squared error; the module's own where
     samples have no targets), model (the module's own), cross_entropy, nll, bce, mse, l1, smooth_l1, a
-    package.module:function that takes (outputs, targets) and returns one loss per target, or several losses by name,
-    such as {label: cross_entropy, box: {function: l1, weight: 0.5}}."""
+    package.module:function that takes (outputs, targets) and returns one loss per target, contrastive (of the vectors
+    of two towers, over the samples of all replicas), or several losses by name, such as {label: cross_entropy, box:
+    {function: l1, weight: 0.5}}."""
+    frozen: tuple[str, ...] = ()
+    """Weights of your own module that are not trained, by name or pattern, such as image or text.blocks.*: they have no
+    gradients and no optimizer states."""
     batch_norm: Literal["all", "rank"] = "all"
     """Statistics of batch norms in training: over the samples of all replicas, as one process would compute them, or of
     each rank's own samples."""
     family: Annotated[str, NameIn(FAMILIES)] | None = None
-    """gpt2 and llama (decoder-only), vit (an encoder of image patches), resnet (convolutions), dlrm and two_tower
-    (recommenders), mlp (the deep MLP of the lessons)."""
+    """gpt2 and llama (decoder-only), bert (encoder-only), vit (an encoder of image patches), resnet (convolutions),
+    dlrm and two_tower (recommenders), mlp (the deep MLP of the lessons)."""
     dim: int | None = Field(None, ge=1, le=2**20)
     """Width of the residual stream."""
     layers: int | None = Field(None, ge=1, le=10_000)
@@ -239,13 +247,19 @@ class Model(Section):
     """Hidden width of the feed-forward layer. Default: 4 × dim (gpt2), 8/3 × dim rounded up to a multiple of 64
     (llama)."""
     vocab: int | None = Field(None, ge=1, le=2**27)
-    """Vocabulary size; for vit and resnet, the number of classes. Default: the tokenizer's."""
+    """Vocabulary size; for vit and resnet, the number of classes. Default: the tokenizer's; for bert one more if it has
+    no mask token."""
+    classes: int | None = Field(None, ge=2, le=2**27)
+    """Labels of sequence classification (bert). Default: none, which trains a masked language model."""
+    token_types: int | None = Field(None, ge=1, le=2**20)
+    """Kinds of tokens with a learned embedding each, such as first and second sentence (bert)."""
     max_len: int | None = Field(None, ge=1, le=2**31)
     """Longest sequence of a model with learned positions. Default: data.seq_len."""
     norm: Literal["layernorm", "rmsnorm", "rmsnorm_offset"] | None = None
     """Normalisation; the weights of rmsnorm_offset are differences from 1."""
-    norm_at: Literal["input", "output", "both"] | None = None
-    """Normalise the inputs of attention and feed-forward, their outputs, or both. Default: input."""
+    norm_at: Literal["input", "output", "both", "residual"] | None = None
+    """Normalise the inputs of attention and feed-forward, their outputs, both, or the residual stream after each
+    (post-norm). Default: input."""
     norm_eps: float | None = Field(None, gt=0)
     """Epsilon added to the variance in the norm."""
     positions: Literal["learned", "rope"] | None = None
@@ -268,9 +282,10 @@ class Model(Section):
     """Scale of the attention scores. Default: 1 / √head_dim."""
     embedding_scale: float | None = Field(None, gt=0)
     """Factor on the token embedding. Default: 1."""
-    activation: Literal["gelu", "gelu_exact", "swiglu", "geglu", "swiglu_clamped"] | None = None
-    """Activation of the feed-forward layer: gelu (tanh approximation), gelu_exact, or a product of two linear layers of
-    which one goes through SiLU (swiglu) or GELU (geglu). swiglu_clamped limits both and adds 1 to the other."""
+    activation: Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu", "swiglu_clamped"] | None = None
+    """Activation of the feed-forward layer: gelu (tanh approximation), gelu_exact, relu, or a product of two linear
+    layers of which one goes through SiLU (swiglu) or GELU (geglu). swiglu_clamped limits both and adds 1 to the
+    other."""
     swiglu_limit: float | None = Field(None, gt=0)
     """Largest value of the gate, and of the size of the other layer's values (swiglu_clamped). Default: 7."""
     swiglu_alpha: float | None = Field(None, gt=0)
@@ -363,9 +378,29 @@ class Model(Section):
         return self._is("decoder")
 
     @property
+    def is_encoder(self) -> bool:
+        """Whether it is an encoder of tokens of Weft's own."""
+        return self._is("encoder")
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether it is a model of Weft's own that takes tokens."""
+        return self.is_decoder or self.is_encoder
+
+    @property
     def is_classifier(self) -> bool:
         """Whether it takes image patches and gives one label a sample."""
         return self._is("classifier")
+
+    @property
+    def labels_samples(self) -> bool:
+        """Whether it gives one label a sample, not one a token."""
+        return self.is_classifier or self.classes is not None
+
+    @property
+    def outputs(self) -> int:
+        """Logits of one target: the labels, or the vocabulary."""
+        return self.classes or self.vocab or 0
 
     @property
     def is_stack(self) -> bool:

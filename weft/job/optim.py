@@ -106,6 +106,9 @@ class Optim(Section):
     """Final learning rate of cosine, linear and wsd, as a fraction of lr."""
     decay: float = Field(0.2, gt=0, le=1)
     """Fraction of all steps, at the end, in which wsd decays."""
+    layer_decay: float = Field(1.0, gt=0, le=1)
+    """Layer-wise learning rates: every block learns with this share of the rate of the block after it, such as 0.75;
+    1 turns it off."""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
     """Scale lr with train.global_batch / base_batch."""
     base_batch: int = Field(256, ge=1, le=10**9)

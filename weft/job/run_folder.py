@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.job.errors import JobError
+from weft.job.store_path import AnyPath, as_path
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,14 @@ class RunDir:
     @property
     def report(self) -> Path:
         return self.path / "report.html"
+
+    def shared(self, to: str | None) -> AnyPath:
+        """Where all nodes of the run find its checkpoints and one another: below checkpoint.to, else this folder."""
+        return as_path(to) / self.path.name if to else self.path
+
+    def checkpoints_in(self, to: str | None) -> AnyPath:
+        """The folder of the run's checkpoints, with the job's checkpoint.to."""
+        return self.shared(to) / "checkpoints"
 
 
 def find_run(name: str, runs_dir: str = "runs") -> RunDir:

@@ -10,7 +10,15 @@ from weft.job.cluster import Cluster, DeviceGroup, Failures, TopologyLevel
 from weft.job.comm import Comm
 from weft.job.data import Data
 from weft.job.fp8 import Fp8
-from weft.job.launch_settings import KubernetesOptions, MpiOptions, Queue, RayOptions, SlurmOptions, SshOptions
+from weft.job.launch.settings import (
+    KubernetesOptions,
+    LaunchPolicy,
+    MpiOptions,
+    Queue,
+    RayOptions,
+    SlurmOptions,
+    SshOptions,
+)
 from weft.job.memory import Memory
 from weft.job.model import Experts, Latent, Model, RopeScaling
 from weft.job.model_parts.tables import EmbeddingTable, TableOptim
@@ -36,6 +44,7 @@ __all__ = [
     "Job",
     "KubernetesOptions",
     "Latent",
+    "LaunchPolicy",
     "Memory",
     "Model",
     "MpiOptions",
@@ -89,13 +98,22 @@ class Job(Section):
     """Fault detection and recovery."""
     watch: Watch = Watch()
     """Progress and metrics."""
+    launch: LaunchPolicy = LaunchPolicy()
+    """When `weft launch` runs the job."""
     queue: Queue = Queue()
     """Claims on a machine that several users share."""
     runs_dir: str = "runs"
-    """Folder of all runs."""
+    """Folder of all runs, on a disk; checkpoint.to writes checkpoints to an object store."""
     extensions: tuple[str, ...] = ()
     """Modules, such as my_package.lion, that register optimizers, schedules, compressors or model families of your own.
     They are imported before the rest of a job file is read, by every rank too."""
+
+    @field_validator("runs_dir")
+    @classmethod
+    def _local(cls, value: str) -> str:
+        if "://" in value:
+            raise ValueError(f"must be a folder on a disk, not {value}; checkpoint.to={value} writes checkpoints there")
+        return value
 
     @field_validator("extensions")
     @classmethod

@@ -10,7 +10,7 @@ from weft.job.errors import JobError
 from weft.job.model import FAMILIES, Family
 from weft.job.registry import find_object, listed
 from weft.job.schema import Data, Experts, Job, Model
-from weft.job.token_files import META, read_meta, tokenizer_vocab
+from weft.job.token_files import META, TOKENIZER, mask_token, read_meta, tokenizer_vocab
 
 # dim, layers, heads, kv_heads, ffn, vocab; as published with each model
 SHAPES: dict[str, dict[str, Any]] = {
@@ -28,6 +28,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-13b": dict(family="llama", dim=5120, layers=40, heads=40, kv_heads=40, ffn=13824, vocab=32000),
     "llama-70b": dict(family="llama", dim=8192, layers=80, heads=64, kv_heads=8, ffn=28672, vocab=128256),
     "llama-405b": dict(family="llama", dim=16384, layers=126, heads=128, kv_heads=8, ffn=53248, vocab=128256),
+    "bert-tiny": dict(family="bert", dim=64, layers=2, heads=4, ffn=256),
+    "bert-base": dict(family="bert", dim=768, layers=12, heads=12, ffn=3072, vocab=30522, max_len=512),
+    "bert-large": dict(family="bert", dim=1024, layers=24, heads=16, ffn=4096, vocab=30522, max_len=512),
     "vit-tiny": dict(family="vit", dim=64, layers=2, heads=4, ffn=128, vocab=10),
     "vit-b": dict(family="vit", dim=768, layers=12, heads=12, ffn=3072, vocab=1000),
     "vit-l": dict(family="vit", dim=1024, layers=24, heads=16, ffn=4096, vocab=1000),
@@ -81,13 +84,15 @@ def resolve(job: Job) -> Job:
 def _with_pretrained(job: Job, name: str) -> Job:
     """The job with the fields and, where it names no other, the tokenizer of a published checkpoint."""
     given = {n: v for n, v in job.model.model_dump(exclude_unset=True, exclude_none=True).items() if n != "dropout"}
-    for field in given.keys() - {"pretrained", "experts", "lora"}:
+    for field in given.keys() - {"pretrained", "experts", "lora", "classes"}:
         if field in Model.model_fields:
             raise JobError(f"model.{field} is set by the config of model.pretrained={name}; leave it out")
     fields = find_object("weft.pretrained.config:model_fields", "model.pretrained")(name)
     if "experts" in given and "experts" in fields:  # such as experts.balance, which only training uses
         fields["experts"] = {**fields["experts"], **given["experts"]}
     kept = {"pretrained": name, "dropout": job.model.dropout or 0.0, "lora": given.get("lora")}
+    if "classes" in given:
+        kept |= {"classes": given["classes"], "tied": False}
     model = Model.model_validate(fields | kept)
     data = job.data
     if "tokenizer" not in data.model_fields_set:
@@ -113,14 +118,14 @@ def _resolve_model(model: Model, data: Data) -> Model:
     fields: dict[str, Any] = {"family": "llama", **shape, **given}
     family = FAMILIES[fields["family"]]
     fields = {**family.defaults, **fields}
+    if model.tables and not family.has_tables:
+        with_tables = listed(each.name for each in FAMILIES if each.has_tables)
+        raise JobError(f"model.tables has no effect on model.family={family.name}; family={with_tables} would work")
     for name in family.needed:
         if fields.get(name) in (None, ()):
             hint = "such as tables: [{name: user, rows: 1000}]" if name == "tables" else (
                 "or name a model.shape such as tiny or llama-1b")  # fmt: skip
             raise JobError(f"model.{name} is missing; give it, {hint}")
-    if model.tables and not family.has_tables:
-        with_tables = listed(each.name for each in FAMILIES if each.has_tables)
-        raise JobError(f"model.tables has no effect on model.family={family.name}; family={with_tables} would work")
     if family.structure == "module":
         return _module_of(family, Model.model_validate({**model.model_dump(exclude_none=True), **fields}), data)
     if family.structure != "stack":
@@ -136,7 +141,7 @@ def _module_of(family: Family, model: Model, data: Data) -> Model:
 
 
 def _fill_transformer(fields: dict[str, Any], data: Data) -> None:
-    dim, heads = fields["dim"], fields["heads"]
+    dim, heads, structure = fields["dim"], fields["heads"], FAMILIES[fields["family"]].structure
     fields.setdefault("kv_heads", heads)
     if heads % fields["kv_heads"]:
         near = max(k for k in range(1, min(heads, fields["kv_heads"]) + 1) if heads % k == 0)
@@ -156,13 +161,19 @@ def _fill_transformer(fields: dict[str, Any], data: Data) -> None:
         if (width := dict(latent).get("v_dim", 128)) > fields["head_dim"]:
             raise JobError(f"model.latent.v_dim={width} is larger than model.head_dim={fields['head_dim']}")
     if "ffn" not in fields:
-        fields["ffn"] = 4 * dim if fields["activation"] == "gelu" else -(-8 * dim // (3 * 64)) * 64
+        plain = fields["activation"] in ("gelu", "relu") or structure == "encoder"
+        fields["ffn"] = 4 * dim if plain else -(-8 * dim // (3 * 64)) * 64
     if fields.get("experts") is not None:
         usual = {name: Experts.model_fields[name].default for name in ("count", "top_k", "groups")}
         fields["experts"] = {"ffn": fields["ffn"], **usual, **fields["experts"]}
-    if FAMILIES[fields["family"]].structure == "classifier":
+    if structure == "classifier":
         fields.setdefault("vocab", 10)
-    fields.setdefault("vocab", data_vocab(data) or 256)
+    if fields.get("classes") is not None:
+        if structure != "encoder":
+            raise JobError(f"model.classes are labels of bert, and model.family is {fields['family']}; leave it out")
+        fields["tied"] = False  # the head has a row for each label
+    unmasked = structure == "encoder" and not fields.get("classes") and data_mask_token(data) is None
+    fields.setdefault("vocab", (data_vocab(data) or 256) + int(unmasked))
     fields.setdefault("max_len", data.seq_len)
     if fields["positions"] == "learned" and data.seq_len > fields["max_len"]:
         raise JobError(
@@ -180,6 +191,16 @@ def _shape(name: str | None) -> dict[str, Any]:
     near = difflib.get_close_matches(key, [*SHAPES, *ALIASES], n=1)
     hint = f"did you mean {near[0]}?" if near else f"shapes: {', '.join(SHAPES)}"
     raise JobError(f"model.shape={name!r} is not known; {hint}")
+
+
+def data_mask_token(data: Data) -> int | None:
+    """The mask token of the data's tokenizer, or data.mask_token; None if there is none."""
+    if data.mask_token is not None:
+        return data.mask_token
+    source = Path(data.mixture[0].source if data.mixture else data.source)
+    if (source / META).is_file():
+        return mask_token(source) if (source / TOKENIZER).is_file() else None
+    return mask_token(data.tokenizer)
 
 
 def data_vocab(data: Data) -> int | None:

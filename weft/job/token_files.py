@@ -13,6 +13,8 @@ FORMAT = "weft-tokens-1"
 META, TOKENS, DOCS, TOKENIZER, PARTS = "meta.json", "tokens.bin", "docs.bin", "tokenizer.json", ".parts"
 MASK = "mask.bin"
 """One byte for each token of a store of conversations: 1 where it belongs to an answer."""
+MASK_TOKENS = ("[MASK]", "<mask>")
+"""Texts of the token that hides others in masked language models."""
 MAX_JSON_BYTES = 1 << 28
 """Larger files are neither metadata nor a tokenizer."""
 
@@ -87,10 +89,22 @@ def find_tokenizer(name: str | Path) -> Path:
             return path
     except (OSError, ValueError):  # a name too long, or with a NUL
         pass
-    hint = "write bytes, the path of a tokenizer.json, or bpe:8000 where a store is built"
+    hint = "write bytes or the path of a tokenizer.json; `weft data build --tokenizer bpe:8000` trains one"
     if str(name).lower().startswith("byte"):
         hint = "did you mean bytes?"
     raise JobError(f"no tokenizer is at {str(name)!r}; {hint}")
+
+
+def mask_token(name: str | Path) -> int | None:
+    """The token of a tokenizer file that hides others in masked language models, if it has one."""
+    if str(name) == "bytes":
+        return None
+    try:
+        added = _read_json(find_tokenizer(name)).get("added_tokens") or []
+        ids = {token["content"]: token["id"] for token in added}
+    except (ValueError, KeyError, TypeError, AttributeError):  # tokenizer_vocab describes what is wrong
+        return None
+    return next((ids[text] for text in MASK_TOKENS if type(ids.get(text)) is int), None)
 
 
 def tokenizer_vocab(name: str | Path) -> int:

@@ -11,7 +11,7 @@ from weft.job.registry import did_you_mean, listed
 from weft.job.section import Section, limits
 from weft.job.sync import Sync
 
-METRICS = ("accuracy", "top5", "auc", "bleu", "perplexity")
+METRICS = ("accuracy", "top5", "hit_rate", "auc", "bleu", "perplexity")
 """Metrics that a job may name (weft/models/user/eval_metrics.py)."""
 
 
@@ -93,8 +93,9 @@ class Train(Section):
     eval_batches: int = Field(8, ge=1, le=10**9)
     """Global batches per evaluation, at most those of the held-out data."""
     metrics: list[str] = Field(default_factory=list)
-    """Metrics of an evaluation beside the loss, written as val_NAME: accuracy, top5, auc, bleu, perplexity, or your own
-    package.module:function of (outputs, targets) that returns one value per target or per sample, or (sum, count)."""
+    """Metrics of an evaluation beside the loss, written as val_NAME: accuracy, top5, hit_rate, auc, bleu, perplexity,
+    or your own package.module:function of (outputs, targets) that returns one value per target or per sample, or (sum,
+    count)."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Label smoothing: probability distributed evenly over the vocabulary in the training target."""
     compile: bool | Literal["auto"] = "auto"

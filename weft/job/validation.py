@@ -90,11 +90,16 @@ def _choices(error: Any) -> str | None:
 def _suggest(key: str, job: type[BaseModel]) -> str:
     known = list(known_keys(job))
     section, _, last = key.rpartition(".")
-    siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
+    named = re.sub(r"\.\d+\b", "", section)  # without the number of a section in a list
+    siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == named]
     elsewhere = [k for k in known if k.rpartition(".")[2] == last]
     near = difflib.get_close_matches(last, siblings, n=1, cutoff=0.8 if elsewhere else 0.6)
     if near:
         return f"; did you mean {section + '.' if section else ''}{near[0]}?"
     if elsewhere:
-        return f"; did you mean {elsewhere[0]}?"
+        return f"; did you mean {min(elsewhere, key=_depth)}?"
     return f"; {section or 'a job'} has {', '.join(siblings)}" if siblings else ""
+
+
+def _depth(key: str) -> int:
+    return key.count(".")

@@ -86,8 +86,13 @@ def submit(target: Target, request: LaunchRequest) -> LaunchRecord:
     return record
 
 
-def follow(record: LaunchRecord, log: Callable[[str], None], offset: int = 0) -> int:
-    """Print the output of a launched run until it ends. Returns its exit code; Ctrl-C is handled as the target says."""
+def follow(
+    record: LaunchRecord, log: Callable[[str], None], offset: int = 0, meanwhile: Callable[[], None] = lambda: None
+) -> int:
+    """Print the output of a launched run until it ends. Returns its exit code; Ctrl-C is handled as the target says.
+
+    `meanwhile` is called repeatedly.
+    """
     target = find_target(record.target)
     waiting = False
     while True:
@@ -99,6 +104,7 @@ def follow(record: LaunchRecord, log: Callable[[str], None], offset: int = 0) ->
             offset = _print_output(target, record, offset)
             if status.state not in ACTIVE:
                 break
+            meanwhile()
             time.sleep(POLL_S)
         except KeyboardInterrupt:
             if not isinstance(target, ProcessTarget):

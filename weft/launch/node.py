@@ -16,7 +16,7 @@ from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.launch.open_files import ensure_open_files
 from weft.launch.run_files import write_job_and_plan
-from weft.launch.train import finish, prepare
+from weft.launch.train import check_store, finish, prepare
 from weft.planner.make_plan import start_plan
 from weft.planner.plan import AXES
 from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER
@@ -24,6 +24,7 @@ from weft.supervisor.nodes.node_address import NodeAddress
 from weft.supervisor.process_manager import run_supervised
 from weft.supervisor.run_lock import run_lock
 from weft.watch.follower import following
+from weft.wire.secret import share_secret
 
 
 def this_node(job: Job, nproc: int | None) -> NodeAddress | None:
@@ -72,8 +73,11 @@ def start_node(
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         os.environ.pop(name, None)  # they describe this process, not its ranks
     ensure_open_files(plan.world)
+    check_store(job, run)
     with run_lock(run, shared=True, inherit=inherit) as lock, run_lock(RunDir(run.path / "nodes" / str(place.node))):
-        if place.node == 0 or not (run.job.exists() and run.plan.exists()):
+        if job.checkpoint.to:
+            share_secret(run.shared(job.checkpoint.to), run.path)
+        if place.node == 0 or job.checkpoint.to or not (run.job.exists() and run.plan.exists()):
             write_job_and_plan(run, job, plan)
         where = json.dumps({**asdict(place), "slots": slots})
         supervisor = ("weft.supervisor.nodes.node_supervisor", where)

@@ -8,10 +8,11 @@ from typing import Any
 
 from weft.job.errors import Exit, JobError
 from weft.job.run_folder import RunDir, find_run
+from weft.launch.policy import policy_process
 from weft.launch.queue.listing import claims_of_runs
 from weft.launch.queue.records import Request
 from weft.launch.targets.known_targets import TARGETS, find_target
-from weft.launch.targets.target import JobState, LaunchRecord
+from weft.launch.targets.target import JobState, LaunchRecord, launch_folder
 from weft.watch.dash.run_catalog import RunEntry, find_runs
 
 COLUMNS = ("name", "state", "target", "job_id", "last_step", "steps", "nodes", "ranks", "claim")
@@ -29,7 +30,7 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
     """A row for each run below a folder: launched ones, also before their first step, and others."""
     folder = folder.absolute()
     found = find_runs([folder]) if folder.is_dir() else {}
-    launched = [path.parent.parent for path in sorted(folder.glob("**/launch/record.json"))]
+    launched = [path.parent.parent for path in sorted(folder.glob("**/launch/*.json"))]
     claims = claims_of_runs()
     waiting = [Path(run) for run in claims if folder in Path(run).parents]  # their first start may have no folder yet
     rows = []
@@ -48,10 +49,11 @@ def _row(name: str, path: Path) -> dict[str, Any]:
         "ranks": _integer(summary["world"]), "loss": summary["loss"], "path": str(path), "submitted": None,
         "exit_code": None, "detail": summary["detail"], "claim": None,
     }  # fmt: skip
+    waits = policy_process(launch_folder(RunDir(path))) is not None  # for the rule of launch.when
     if record is None or record.target not in TARGETS:
-        return row
+        return {**row, "state": "queued"} if waits else row
     status = find_target(record.target).status(record)
-    ended = EXIT_STATES.get(status.exit_code, "failed")
+    ended = "queued" if waits else EXIT_STATES.get(status.exit_code, "failed")
     states = {JobState.QUEUED: "queued", JobState.RUNNING: "running", JobState.ENDED: ended, JobState.LOST: "lost"}
     return {
         **row, "state": states[status.state], "target": record.target, "job_id": record.job_id, "nodes": record.nodes,

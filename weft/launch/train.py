@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
+from weft.checkpoint.format import entries
 from weft.data.dataset import check_dataset
 from weft.data.epochs import with_steps
 from weft.hardware.probe import probe
@@ -17,6 +18,7 @@ from weft.hardware.rank_environment import export_torchrun_variables
 from weft.job.errors import Exit, JobError, MachineError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
+from weft.job.store_path import check_access
 from weft.launch.open_files import ensure_open_files
 from weft.launch.queue.run_claim import claimed_for_run
 from weft.launch.run_files import RunFiles, keep_earlier_run
@@ -65,6 +67,7 @@ def start(
     """
     run = RunDir(Path(job.runs_dir) / job.name)
     ensure_open_files(plan.world)
+    check_store(job, run, fresh=fresh)
     if plan.device == "cuda" and shares_devices(job, probe(), plan.world):
         log(f"{plan.world} ranks share {len(probe().gpus)} GPU over {plan.backend}: for testing, not for speed")
     with run_lock(run, inherit=inherit) as lock:
@@ -85,6 +88,15 @@ def start(
             log("stopped without saving; start the same command again to resume from the last checkpoint")
             return int(Exit.INTERRUPTED)
         return code
+
+
+def check_store(job: Job, run: RunDir, *, fresh: bool = False) -> None:
+    """Refuse a checkpoint.to that this machine cannot write to, and --fresh where it already holds checkpoints."""
+    if (to := job.checkpoint.to) is None:
+        return
+    check_access(run.shared(to), "checkpoint.to")
+    if fresh and entries(folder := run.checkpoints_in(to)):
+        raise JobError(f"--fresh does not rename checkpoints in {folder}; give the run another name=, or delete them")
 
 
 def start_processes(
@@ -113,6 +125,8 @@ def join(job: Job, log: Callable[[str], None] = print) -> int:
             "start it with `weft train` alone"
         )
     run = RunDir(Path(job.runs_dir) / job.name)
+    if rank == 0:
+        check_store(job, run)
     signals = Signals()
     try:
         with run_lock(run) if rank == 0 else nullcontext():

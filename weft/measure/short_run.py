@@ -30,7 +30,8 @@ def short_run(
 ) -> tuple[int, RunDir, Plan]:  # fmt: skip
     """Take `steps` steps in runs/NAME + suffix. Returns exit code, run and plan. `threads`: of each CPU rank."""
     train = {"steps": max(job.train.steps, steps), "eval_every": 0}
-    job = job.model_copy(update={"name": job.name + suffix, "train": job.train.model_copy(update=train)})
+    changes = {"name": job.name + suffix, "train": job.train.model_copy(update=train)}
+    job = job.model_copy(update=changes | {"checkpoint": job.checkpoint.local})
     job, plan = prepare(job, nproc)
     run = RunDir(Path(job.runs_dir) / job.name)
     with run_lock(run) as lock:

@@ -187,9 +187,9 @@ def facts_of(session: Session) -> StepFacts:
     copies = width if width < 4 and plan.dp_shard == 1 else 0
     update = held * (width + 2 * 4 * OPTIMIZERS[job.optim.name].state_per_parameter(job.optim) + 8 + copies)
     tokens = _tokens(job) / plan.dp / plan.cp
-    targets = tokens / job.data.seq_len if model.is_classifier else tokens
+    targets = tokens / job.data.seq_len if model.labels_samples else tokens
     ends = session.mesh.coord("pp") == plan.pp - 1 or plan.pp == 1 or bool(_heads(session))
-    loss = 2 * targets * (model.vocab or 0) / plan.tp * width if ends and count_parameters(model) else 0.0
+    loss = 2 * targets * model.outputs / plan.tp * width if ends and count_parameters(model) else 0.0
     total, attention = flops_per_token(model, job.data.seq_len), 0.0
     if total and not model.is_stack:
         full = 12.0 * (model.layers or 0) * (model.heads or 0) * (model.head_dim or 0) * job.data.seq_len

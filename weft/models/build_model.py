@@ -29,14 +29,14 @@ def build_model(model: Model, seed: int = 0) -> nn.Module:
 
 def loss_sum(
     module: nn.Module, batch: dict[str, Tensor], model: Model, *, seed: int = 0, smoothing: float = 0.0,
-    dtype: torch.dtype = torch.float32, hidden: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    dtype: torch.dtype = torch.float32, hidden: Any = None,
+) -> Any:  # fmt: skip
     """Loss of a batch, summed over its valid targets. `dtype` is the compute dtype.
 
     A pipeline stage takes `hidden` from the previous stage and, unless it is the last, returns activations.
     """
     if model.module:
-        return user_loss_sum(module, batch, model, smoothing, dtype)
+        return user_loss_sum(module, batch, model, smoothing, dtype, hidden)
     extras = {} if hidden is None else {"hidden": hidden}
     inputs, named = _arguments(batch, seed, dtype)
     loss: Tensor = module(
@@ -54,7 +54,7 @@ def logits(module: nn.Module, batch: dict[str, Tensor], *, seed: int = 0, dtype:
 
 def _arguments(batch: dict[str, Tensor], seed: int, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
     inputs = batch["inputs"]
-    extras: dict[str, Any] = {k: batch[k] for k in ("docs", "positions", "rows") if k in batch}
+    extras: dict[str, Any] = {k: batch[k] for k in ("docs", "positions", "rows", "types") if k in batch}
     if "length" in batch:
         extras["length"] = int(batch["length"])
     inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs

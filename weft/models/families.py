@@ -21,6 +21,14 @@ for entry in (
         ),
     ),
     Family(
+        "bert", "BERT: an encoder with learned positions, token types and layer norm after each addition.",
+        "weft.models.transformer:Transformer", "encoder",
+        dict(
+            norm="layernorm", norm_eps=1e-12, norm_at="residual", positions="learned", activation="gelu_exact",
+            tied=True, bias=True, qk_norm=False, causal=False, dropout=0.0, rope_theta=10_000.0, token_types=2,
+        ),
+    ),
+    Family(
         "vit", "An encoder of image patches.", "weft.models.transformer:Transformer", "classifier",
         dict(
             norm="layernorm", norm_eps=1e-6, positions="learned", activation="gelu", tied=False, bias=True,

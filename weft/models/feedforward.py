@@ -18,7 +18,7 @@ def _gelu(x: Tensor) -> Tensor:
 
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {
-    "gelu": _gelu, "gelu_exact": F.gelu, "swiglu": F.silu, "geglu": _gelu,
+    "gelu": _gelu, "gelu_exact": F.gelu, "relu": F.relu, "swiglu": F.silu, "geglu": _gelu,
 }  # fmt: skip
 """The function of each model.activation; gated ones apply it to the gate."""
 

@@ -99,18 +99,19 @@ class _KnownGradient(torch.autograd.Function):
 @torch.no_grad()
 def _loss_and_gradients(
     x: Tensor, weight: Tensor, targets: Tensor, valid: Tensor, smoothing: float, split: VocabSplit,
-    want: tuple[bool, bool], make: HeadProductsFactory,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """The loss is linear in its upstream gradient, so both gradients are computed with it, chunk by chunk."""
+    want: tuple[bool, bool], make: HeadProductsFactory, bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """The loss is linear in its upstream gradient, so all gradients are computed with it, chunk by chunk."""
     # x [tokens, dim], weight [local vocab, dim], targets and valid [tokens]
     rows = rows_at_once(x, weight)
     products = make(x, weight, rows)
     chunk = _fused_chunk if x.is_cuda and isinstance(split, WholeVocab) else partial(_chunk, split=split)
     dx = torch.empty_like(x) if want[0] else None
+    db = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and want[1] else None
     total = torch.zeros((), dtype=torch.float32, device=x.device)
     for i in range(0, x.shape[0], rows):
         part = slice(i, i + rows)
-        logits = products.logits(part)
+        logits = products.logits(part) if bias is None else products.logits(part) + bias
         loss, dlogits = chunk(logits, targets[part], valid[part], smoothing, any(want), products)
         del logits
         total += loss
@@ -118,7 +119,9 @@ def _loss_and_gradients(
             products.to_input(dlogits, dx[part])
         if want[1] and dlogits is not None:
             products.to_weight(dlogits, part)
-    return total, dx, products.weight_gradient() if want[1] else None
+            if db is not None:
+                db += dlogits.sum(0, dtype=torch.float32)
+    return total, dx, products.weight_gradient() if want[1] else None, db
 
 
 def rows_at_once(x: Tensor, weight: Tensor) -> int:
@@ -174,11 +177,11 @@ def _chunk(
 
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, valid: Tensor | None = None, smoothing: float = 0.0,
-    split: VocabSplit | None = None, products: HeadProductsFactory = HeadProducts,
+    split: VocabSplit | None = None, products: HeadProductsFactory = HeadProducts, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Sum over valid targets of the cross-entropy of `x @ weight.T`, in fp32.
+    """Sum over valid targets of the cross-entropy of `x @ weight.T + bias`, in fp32.
 
-    x [..., dim], weight [vocab rows of this rank, dim], targets and valid [...].
+    x [..., dim], weight [vocab rows of this rank, dim], bias [vocab rows of this rank], targets and valid [...].
     """
     targets = targets.reshape(-1)
     valid = torch.ones_like(targets, dtype=torch.bool) if valid is None else valid.reshape(-1)
@@ -186,9 +189,11 @@ def linear_cross_entropy(
     split = split or WholeVocab(weight.shape[0])
     grad = torch.is_grad_enabled()
     want = (grad and flat.requires_grad, grad and weight.requires_grad)
-    loss, dx, dw = _loss_and_gradients(flat, weight, targets, valid, smoothing, split, want, products)
+    loss, dx, dw, db = _loss_and_gradients(flat, weight, targets, valid, smoothing, split, want, products, bias)
     if dx is not None:
         loss = _KnownGradient.apply(flat, dx, loss)
     if dw is not None:
         loss = loss + _KnownGradient.apply(weight, dw, torch.zeros_like(loss))
+    if db is not None and bias is not None:
+        loss = loss + _KnownGradient.apply(bias, db.to(bias.dtype), torch.zeros_like(loss))
     return loss

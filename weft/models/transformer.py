@@ -1,4 +1,4 @@
-"""One transformer that covers GPT-2, Llama, their relatives and ViT by configuration, without any parallelism."""
+"""One transformer that covers GPT-2, Llama, their relatives, BERT and ViT by configuration, without parallelism."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.job.schema import Model
 from weft.models.attention import TokenInfo
 from weft.models.attention_layer import Attention
 from weft.models.dropout import Dropout, salt
-from weft.models.feedforward import FeedForward
+from weft.models.feedforward import FeedForward, make_activation
 from weft.models.latent_attention import LatentAttention
 from weft.models.lora import Adapter
 from weft.models.loss import HeadProducts, HeadProductsFactory, linear_cross_entropy
@@ -23,7 +23,8 @@ from weft.models.rope import attention_factor, frequencies, rotation
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each added to the residual stream; norms at their inputs, outputs or both."""
+    """Attention and feed-forward, each added to the residual stream; norms at their inputs, outputs or both, or of the
+    residual stream after each."""
 
     adapters: tuple[Adapter, ...] = ()
     """Adapters with dropout, whose masks depend on the tokens."""
@@ -31,16 +32,19 @@ class Block(nn.Module):
     def __init__(self, m: Model, index: int):
         super().__init__()
         assert m.dim
-        inputs, outputs = m.norm_at != "output", m.norm_at in ("output", "both")
+        inputs, outputs = m.norm_at in (None, "input", "both"), m.norm_at in ("output", "both")
+        residual = m.norm_at == "residual"
         self.parallel = bool(m.parallel_residual)
         self.attn_norm = make_norm(m, m.dim) if inputs else None
         self.attn = Attention(m, index) if m.latent is None else LatentAttention(m, index)
         self.attn_out_norm = make_norm(m, m.dim) if outputs else None
+        self.attn_sum_norm = make_norm(m, m.dim) if residual else None
         self.attn_drop = Dropout(m.dropout or 0.0, site=1)
         self.mlp_norm = make_norm(m, m.dim) if inputs else None
         routed = m.experts is not None and index >= m.experts.first_dense
         self.mlp = MixtureOfExperts(m) if routed else FeedForward(m)
         self.mlp_out_norm = make_norm(m, m.dim) if outputs else None
+        self.mlp_sum_norm = make_norm(m, m.dim) if residual else None
         self.mlp_drop = Dropout(m.dropout or 0.0, site=2)
 
     def forward(self, x: Tensor, info: TokenInfo, attended: Tensor | None = None) -> Tensor:
@@ -50,8 +54,10 @@ class Block(nn.Module):
         if attended is None:
             attended = self.attn(_optional(self.attn_norm, x), info)
         y = x + self.attn_drop(_optional(self.attn_out_norm, attended), info.keys, info.rows)
+        y = _optional(self.attn_sum_norm, y)
         fed = self.mlp(_optional(self.mlp_norm, x if self.parallel else y), info)
-        return y + self.mlp_drop(_optional(self.mlp_out_norm, fed), info.keys, info.rows)
+        z = y + self.mlp_drop(_optional(self.mlp_out_norm, fed), info.keys, info.rows)
+        return _optional(self.mlp_sum_norm, z)
 
     def before(self, x: Tensor, info: TokenInfo) -> tuple[Tensor, Tensor, Tensor]:
         """The token-wise part before the attention core; after() is the part that follows it."""
@@ -72,25 +78,39 @@ def _mean(x: Tensor, info: TokenInfo | None) -> Tensor:
     return x.mean(1)
 
 
+def _first(x: Tensor, info: TokenInfo | None) -> Tensor:
+    return x[:, 0]
+
+
 class Head(nn.Module):
-    """Logits, or their summed cross-entropy computed in chunks. ViT averages over the patches first."""
+    """Logits, or their summed cross-entropy computed in chunks. For one label a sample, ViT averages over the patches
+    first, and BERT has a layer on the first token."""
 
     mean: Callable[[Tensor, TokenInfo | None], Tensor] = staticmethod(_mean)
+    first: Callable[[Tensor, TokenInfo | None], Tensor] = staticmethod(_first)
 
     def __init__(self, m: Model):
         super().__init__()
         assert m.dim and m.vocab
-        self.weight = nn.Parameter(torch.empty(m.vocab, m.dim))
-        self.pool = m.is_classifier
+        self.weight = nn.Parameter(torch.empty(m.outputs, m.dim))
+        self.bias = nn.Parameter(torch.empty(m.outputs)) if m.is_encoder else None
+        self.pool = m.labels_samples
+        self.pooler = nn.Linear(m.dim, m.dim) if m.classes else None
         self.products: HeadProductsFactory = HeadProducts
+
+    def pooled(self, x: Tensor, info: TokenInfo | None) -> Tensor:
+        """One vector a sample, where it has one label: [batch, dim]."""
+        if not self.pool:
+            return x
+        return self.mean(x, info) if self.pooler is None else torch.tanh(self.pooler(self.first(x, info)))
 
     def forward(
         self, x: Tensor, targets: Tensor | None, valid: Tensor | None, smoothing: float, info: TokenInfo | None = None
     ) -> Tensor:
-        x = self.mean(x, info) if self.pool else x
+        x = self.pooled(x, info)
         if targets is None:
-            return F.linear(x, self.weight)
-        return linear_cross_entropy(x, self.weight, targets, valid, smoothing, products=self.products)
+            return F.linear(x, self.weight, self.bias)
+        return linear_cross_entropy(x, self.weight, targets, valid, smoothing, products=self.products, bias=self.bias)
 
 
 class Transformer(nn.Module):
@@ -102,6 +122,8 @@ class Transformer(nn.Module):
     parts: ClassVar[dict[str, str]] = {
         "embed": "vocab",
         "positions": "scatter",
+        "types": "scatter",
+        "embed_norm": "sequence",
         "drop": "sequence",
         "blocks.*.attn.sinks": "by_head",
         "blocks.*.attn.[qk]_norm": "heads",
@@ -122,8 +144,10 @@ class Transformer(nn.Module):
         "blocks.*.mlp.*gate": "column",
         "blocks.*.mlp.*up": "column",
         "blocks.*.mlp.*down": "row",
+        "transform": "sequence",
         "norm": "sequence",
         "head": "vocab_head",
+        "head.pooler": "heads",
     }
     """Role of each module under tensor parallelism, by the first pattern that matches its path; the roles are defined
     in parallel/tensor.py."""
@@ -140,10 +164,14 @@ class Transformer(nn.Module):
         if m.is_classifier:
             self.embed = nn.Linear(m.patch_dim, m.dim)
         self.positions = nn.Embedding(m.max_len, m.dim) if m.positions == "learned" else None
+        self.types = nn.Embedding(m.token_types, m.dim) if m.token_types else None
+        self.embed_norm = make_norm(m, m.dim) if m.is_encoder else None
         self.drop = Dropout(m.dropout or 0.0, site=0)
         self.keyed = bool(m.dropout or (m.lora and m.lora.dropout))
         self.blocks = nn.ModuleList(Block(m, i) for i in range(m.layers))
-        self.norm: nn.Module | None = make_norm(m, m.dim)
+        self.transform = nn.Linear(m.dim, m.dim) if m.is_encoder and not m.classes else None
+        self.transform_activation = make_activation(m)
+        self.norm: nn.Module | None = None if m.classes else make_norm(m, m.dim)
         self.head: Head | None = Head(m)
         self.aliases = {"head.weight": "embed.weight"} if m.tied else {}
         if m.tied:
@@ -153,9 +181,11 @@ class Transformer(nn.Module):
         self, inputs: Tensor, targets: Tensor | None = None, valid: Tensor | None = None, docs: Tensor | None = None,
         positions: Tensor | None = None, keys: Tensor | None = None, smoothing: float = 0.0,
         hidden: Tensor | None = None, rows: Tensor | None = None, length: int | None = None,
+        types: Tensor | None = None, features: bool = False,
     ) -> Tensor:  # fmt: skip
         # inputs [batch, seq] tokens, or [batch, patches, values]; hidden [batch, seq, dim] if another stage began;
-        # rows and length: indices of these tokens and length of the sequence, if they are not all of it
+        # rows and length: indices of these tokens and length of the sequence, if they are not all of it;
+        # types [batch, seq]: kinds of tokens, by default 0; features: return the output of the last block
         if rows is None:
             rows = torch.arange(inputs.shape[1], device=inputs.device)
         positions = rows if positions is None else positions
@@ -167,24 +197,28 @@ class Transformer(nn.Module):
             if self.window_theta is not None:
                 window_angles = rotation(positions, frequencies(self.rope_dim, self.window_theta, None, inputs.device))
         info = TokenInfo(angles, docs, keys, rows, length, keys, window_angles)
-        x = self.begin(inputs, positions, info) if hidden is None else hidden
+        x = self.begin(inputs, positions, info, types) if hidden is None else hidden
         for index, block in self.blocks.named_children():
             # each block has its own dropout keys but the same code, so that one compilation serves all
             own = None if keys is None or not self.keyed else keys + salt(2 * int(index))
             x = block(x, info._replace(keys=own))
-        if self.norm is None or self.head is None:
+        if self.head is None or features:
             return x
-        return self.head(self.norm(x), targets, valid, smoothing, info)
+        if self.transform is not None:
+            x = self.transform_activation(self.transform(x))
+        return self.head(_optional(self.norm, x), targets, valid, smoothing, info)
 
-    def begin(self, inputs: Tensor, positions: Tensor, info: TokenInfo) -> Tensor:
-        """Embedding, positions and dropout."""
+    def begin(self, inputs: Tensor, positions: Tensor, info: TokenInfo, types: Tensor | None = None) -> Tensor:
+        """Embedding, positions, token types and dropout."""
         assert self.embed is not None
         x = self.embed(inputs)
         if self.embedding_scale is not None:
             x = x * self.embedding_scale
         if self.positions is not None:
             x = x + self.positions(positions)
-        return self.drop(x, info.keys, info.rows)
+        if self.types is not None:
+            x = x + self.types(torch.zeros_like(inputs) if types is None else types)
+        return self.drop(_optional(self.embed_norm, x), info.keys, info.rows)
 
     def keep(self, first: int, last: int, begins: bool, ends: bool) -> None:
         """Keep only blocks first … last - 1, the embedding if `begins` and the head if `ends`; names do not change."""
@@ -192,9 +226,9 @@ class Transformer(nn.Module):
             if not first <= i < last:
                 delattr(self.blocks, str(i))
         if not begins:
-            self.embed = self.positions = None
+            self.embed = self.positions = self.types = self.embed_norm = None
         if not ends:
-            self.norm = self.head = None
+            self.transform = self.norm = self.head = None
 
     def hidden_shape(self, inputs: Tensor, sequence_cut: int) -> tuple[int, ...]:
         """Shape of the activations between stages."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -177,10 +177,10 @@ def _set_found_inf(part: torch.optim.Optimizer, taken: Tensor | None) -> None:
 
 def build_optimizers(
     optim: Optim, master_params: Params, is_block: Callable[[str], bool], grad_params: Params | None = None,
-    compute_params: Params | None = None, mesh: Mesh | None = None,
+    compute_params: Params | None = None, mesh: Mesh | None = None, rates: Mapping[str, float] | None = None,
 ) -> Optimizers:  # fmt: skip
     """The job's optimizer. Matrices decay, vectors do not. `mesh` is used by optimizers that combine elements, to
-    find the ranks with the same shards."""
+    find the ranks with the same shards. `rates` are the factors on the learning rates of weights, by name."""
     grad_params, compute_params = grad_params or master_params, compute_params or {}
     chosen: dict[str, Params] = {}
     for name, master in master_params.items():
@@ -190,7 +190,7 @@ def build_optimizers(
     parts = []
     for name, params in chosen.items():
         make = find_object(OPTIMIZERS[name].build, "optim.name")
-        parts.append(make(optim, _groups(params, optim.weight_decay)))
+        parts.append(make(optim, _groups(params, optim.weight_decay, rates or {})))
         parts[-1].mesh = mesh
     params = {name: param for some in chosen.values() for name, param in some.items()}
     return Optimizers(parts, master_params, params, grad_params, compute_params)
@@ -201,13 +201,13 @@ def _shard(master: Tensor) -> Tensor:
     return nn.Parameter(local_of(master.detach())) if isinstance(master, DTensor) else master
 
 
-def _groups(params: Params, weight_decay: float) -> Groups:
-    matrices = [p for p in params.values() if p.dim() >= 2]
-    vectors = [p for p in params.values() if p.dim() < 2]
+def _groups(params: Params, weight_decay: float, rates: Mapping[str, float]) -> Groups:
+    groups: dict[tuple[bool, float], list[Tensor]] = {}
+    for name, param in params.items():
+        groups.setdefault((param.dim() < 2, rates.get(name, 1.0)), []).append(param)
     return [
-        {"params": members, "weight_decay": decay, "lr_factor": 1.0}
-        for members, decay in ((matrices, weight_decay), (vectors, 0.0))
-        if members
+        {"params": members, "weight_decay": 0.0 if vectors else weight_decay, "lr_factor": factor}
+        for (vectors, factor), members in sorted(groups.items(), key=lambda group: (group[0][0], -group[0][1]))
     ]
 
 

@@ -37,6 +37,7 @@ from weft.parallel.expert.expert_parallel import (
 from weft.parallel.expert.load import ExpertLoad
 from weft.parallel.fp8 import DelayedScales, check_skip, recipe_of, use_fp8, use_fp8_head
 from weft.parallel.pipeline.executor import Pipelined
+from weft.parallel.pipeline.module_stages import ModuleStages
 from weft.parallel.spread_model import SpreadModel
 from weft.parallel.tables.sharded_tables import spread_tables
 from weft.parallel.tensor import TensorSplit, split_tensors
@@ -58,6 +59,14 @@ def parallelize(
     if (axis := mesh.axis(plan.joint_axis)) is not None and plan.compression != "none":
         # attention uses the group of cp at the same time, and fake peers need no worker
         worker = BackgroundWorker(mesh.device, synchronous=axis.name == "cp" or dist.get_backend(axis.group) == "fake")
+    own = None
+    if pp is not None and not hasattr(model, "keep"):
+        stages_of_pp = plan.pp * plan.virtual_stages
+        own = ModuleStages(model, list(find_units(model)), stages_of_pp, plan.split, getattr(model, "given", None))
+        model.stage_units = own.units  # type: ignore[assignment]
+        with torch.no_grad():
+            for value in (*model.parameters(), *model.buffers()):
+                value.copy_(_same_everywhere(value.to(mesh.device), mesh))
     recomputed = recomputed_units(list(find_units(model)), plan.recompute)
     check_skip(model, plan)
     tables = spread_tables(model, mesh, plan, seed)
@@ -70,14 +79,24 @@ def parallelize(
     schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)
     stages = {}
     for index in schedule.stages_of(pp.rank):
-        stage = copy.deepcopy(model)
-        first, end = plan.split[index]
-        stage.keep(first, end, begins=index == 0, ends=index == schedule.stages - 1)  # type: ignore[operator]
+        if own is not None:
+            stage = own.stage(index)
+        else:
+            stage = copy.deepcopy(model)
+            first, end = plan.split[index]
+            stage.keep(first, end, begins=index == 0, ends=index == schedule.stages - 1)  # type: ignore[operator]
         stages[index] = spread_stage(stage, mesh, plan, seed, recomputed, worker=worker)
     cut = plan.tp if plan.sequence else 1
     at_once = frozenset(i for i, stage in stages.items() if recomputed.keys() & find_units(stage.module).keys())
     load.watch(*(stage.module for stage in stages.values()))
-    return Pipelined(stages, schedule, pp, mesh.device, COMPUTE_DTYPES[plan.precision], cut, load, at_once)
+    ties = own.ties if own is not None else dict.fromkeys(_aliases(model).values(), (0, schedule.stages - 1))
+    return Pipelined(stages, schedule, pp, mesh.device, COMPUTE_DTYPES[plan.precision], cut, load, at_once, ties)
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Other names of tied weights."""
+    found: dict[str, str] = getattr(model, "aliases", {})
+    return found
 
 
 def spread_stage(
@@ -141,8 +160,9 @@ def spread_stage(
     partial = tuple(n for n in data.master_params if split and n in split.partial)
     replicated = tuple(n for n in whole if n not in partial)
     connect_batch_norms(model, _replica_axes(mesh, plan))
+    model.sample_axes = _sample_axes(mesh, plan)  # type: ignore[assignment]
     names = dict(model.named_parameters())
-    aliases = {n: of for n, of in getattr(model, "aliases", {}).items() if of not in names}
+    aliases = {n: of for n, of in _aliases(model).items() if of not in names}
     frozen: dict[str, Tensor] = {aliases.get(n, n): p for n, p in names.items() if not p.requires_grad}
     return SpreadModel(model, data, tp, partial, replicated, frozen, aliases, DelayedScales(model, mesh))
 
@@ -152,7 +172,12 @@ def _replica_axes(mesh: Mesh, plan: Plan) -> list[Axis]:
     in a pipeline and between replicas on their own those of the ranks that share a step."""
     if plan.pp == 1 and not plan.alone:
         return [] if mesh.everyone is None else [mesh.everyone]
-    names = ("dp_shard",) if plan.alone else ("dp_replicate", "dp_shard")
+    return _sample_axes(mesh, plan)
+
+
+def _sample_axes(mesh: Mesh, plan: Plan) -> list[Axis]:
+    """The axes whose ranks have other samples of the same step."""
+    names = ("dp_shard",) if plan.alone else ("dp_shard", "dp_replicate")
     return [axis for name in names if (axis := mesh.axis(name)) is not None]
 
 
@@ -195,6 +220,8 @@ def _refuse_scalars(unit: nn.Module) -> None:
 
 def find_units(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that are spread one by one: those the model names, else the members of its lists of layers."""
+    if (names := getattr(model, "stage_units", None)) is not None:
+        return {n: model.get_submodule(n) for n in names}
     pattern = getattr(model, "units", None)
     if isinstance(pattern, str):
         return {
@@ -202,7 +229,7 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
         }
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{n}.") for n in found)
+        inside = any(name == n or name.startswith(f"{n}.") for n in found)
         if isinstance(module, nn.ModuleList | nn.Sequential) and not inside:
             for key, child in module.named_children():
                 callable_ = not isinstance(child, nn.ModuleList | nn.ModuleDict)  # FSDP2 needs a forward to hook
@@ -237,6 +264,7 @@ def materialise(
     """Give the modules' parameters values on this rank's device; tied parameters stay tied. Frozen weights of Weft's
     own models are stored in the compute dtype."""
     made: dict[int, nn.Parameter] = {}
+    staged = hasattr(model, "stage")  # its ranks hold other weights, which were the same before it was cut
     described = any(p.is_meta for _, m in modules for p in m.parameters(recurse=False))  # one of Weft's own
     for path, module in modules:
         for key, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -245,16 +273,16 @@ def materialise(
                 if param.is_meta:
                     value = torch.empty(param.shape, dtype=torch.float32, device=mesh.device)
                     name = f"{path}.{key}"
-                    name = getattr(model, "aliases", {}).get(name, name)
+                    name = _aliases(model).get(name, name)
                     initialise(name, value, model, seed, first=getattr(module, "first", 0))
                     value = value if param.requires_grad else value.to(dtype)
                 else:
-                    value = _same_everywhere(value.to(mesh.device), mesh)
+                    value = value.to(mesh.device) if staged else _same_everywhere(value.to(mesh.device), mesh)
                 made[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
             module.register_parameter(key, made[id(param)])
         for key, buffer in module.named_buffers(recurse=False):
             value = buffer.to(mesh.device)
-            module._buffers[key] = value if described else _same_everywhere(value, mesh)
+            module._buffers[key] = value if described or staged else _same_everywhere(value, mesh)
 
 
 def _same_everywhere(value: Tensor, mesh: Mesh) -> Tensor:

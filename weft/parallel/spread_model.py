@@ -23,7 +23,7 @@ Batch = dict[str, Tensor]
 class LossOf(Protocol):
     """The summed loss of a batch; for a stage before the last, its output."""
 
-    def __call__(self, module: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Tensor: ...
+    def __call__(self, module: nn.Module, batch: Batch, hidden: Any = None) -> Any: ...
 
 
 @dataclass
@@ -150,6 +150,13 @@ class SpreadModel:
                     grads[-1].zero_()
         if grads:
             on_flat_(grads, tp.all_reduce)
+
+    def local_square(self) -> Tensor | None:
+        """The square norm of this replica's own gradients in the last step; None where it is not known."""
+        found: list[Tensor] = getattr(self.data, "local_squares", [])
+        total = torch.stack(found).sum() if found else None
+        found.clear()
+        return total
 
     def zero_grad(self) -> None:
         self.data.zero_grad()

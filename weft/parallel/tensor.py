@@ -130,13 +130,13 @@ class VocabHead(Head):
         self, x: Tensor, targets: Tensor | None, valid: Tensor | None, smoothing: float, info: TokenInfo | None = None
     ) -> Tensor:
         x = self.split.enter(x)
-        x = self.mean(x, info) if self.pool else x
-        weight = local_of(self.weight)
+        x = self.pooled(x, info)
+        weight, bias = local_of(self.weight), None if self.bias is None else local_of(self.bias)
         if targets is None:
-            return self._whole(F.linear(x, weight))
+            return self._whole(F.linear(x, weight, bias))
         start, _ = self.split.shard(self.weight.shape[0])
         vocab = SplitVocab(self.split.axis, start, self.weight.shape[0])
-        return linear_cross_entropy(x, weight, targets, valid, smoothing, vocab, self.products)
+        return linear_cross_entropy(x, weight, targets, valid, smoothing, vocab, self.products, bias)
 
     def _whole(self, logits: Tensor) -> Tensor:
         """The logits of the whole vocabulary; the shards of the last ranks may be shorter and are padded."""
@@ -243,6 +243,7 @@ def _vocab(split: TensorSplit, part: PartModule) -> None:
 def _vocab_head(split: TensorSplit, part: PartModule) -> None:
     part.change_class(Head, VocabHead, "vocab_head", split)
     split.cut(part.model, part.module, "weight", 0)
+    split.cut(part.model, part.module, "bias", 0)
 
 
 def _region(split: TensorSplit, part: PartModule) -> None:

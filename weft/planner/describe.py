@@ -44,6 +44,7 @@ def describe_plan(job: Job, plan: Plan) -> str:
             f"{job.train.global_batch} sequences = {plan.dp} × {share}, in microbatches of {plan.microbatch}"
             f" ({plan.accumulation} a step)",
         ),
+        *_epoch_rows(job),
         *_stage_rows(plan),
         ("recompute", _recompute(job, plan)),
         *_fp8_rows(job, plan),
@@ -78,13 +79,24 @@ def _recompute(job: Job, plan: Plan) -> str:
     return f"all but attention{chunks}{parked}"
 
 
+def _epoch_rows(job: Job) -> list[tuple[str, str]]:
+    train = job.train
+    if train.epochs is None:
+        return []
+    known = "steps" in train.model_fields_set
+    return [("steps", f"{train.steps if known else 'as many as the data has'}, {train.epochs:g} epochs")]
+
+
 def _stage_rows(plan: Plan) -> list[tuple[str, str]]:
     if plan.pp == 1:
         return []
     blocks = ", ".join(f"{a}–{b - 1}" if b > a + 1 else str(a) if b > a else "none" for a, b in plan.split)
     if len(plan.split) > MAX_LISTED_STAGES:
         blocks = f"in {len(plan.split)} stages of {run_lengths([b - a for a, b in plan.split])}"
-    return [("stages", f"blocks {blocks}; {plan.schedule}, {plan.accumulation} microbatches")]
+    blocks = (
+        f"blocks {blocks}" if plan.split else f"{plan.pp * plan.virtual_stages}, by the weights of the module's parts"
+    )
+    return [("stages", f"{blocks}; {plan.schedule}, {plan.accumulation} microbatches")]
 
 
 def _home_rows(plan: Plan) -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from math import gcd
 
 from weft.hardware.catalog import Device, Network, find_network
@@ -220,6 +221,9 @@ def _relief(job: Job, plan: Plan, times_too_large: float) -> str:
     return f"{more}, or host memory for optimizer states with memory.offload=auto" if offloadable else more
 
 
+MICROBATCHES_OF_A_STAGE = 4
+"""Microbatches for each rank of a pipeline by default, of a custom module: idle time is then below a fifth."""
+
 OFFLOADABLE = 2.5
 """How many times too large states may be for offloading to help: what stays on the device is a quarter and more."""
 
@@ -282,6 +286,8 @@ def _compile(job: Job, plan: Plan) -> bool:
         return job.train.compile
     if job.model.module and (not job.model.family or (job.model.batch_norm == "all" and plan.dp > 1)):
         return False
+    if job.data.pads_batches:  # it would compile for each length
+        return False
     return plan.device == "cuda" and not job.model.is_stack and plan.tp == plan.cp == 1
 
 
@@ -330,11 +336,27 @@ def _split_stages(job: Job, plan: Plan, reasons: list[str]) -> Plan:
     """Which blocks each stage has: the pinned split, or the one with the fastest slowest stage."""
     if plan.pp == 1:
         return plan
+    if job.model.module:  # its parts are known when it is built
+        return replace(plan, split=_pinned_parts(job, plan))
     split = split_blocks(job, plan.pp * plan.virtual_stages, pairs=plan.tp > 1)
     pinned = job.parallel.split if job.parallel != "auto" else None
     if len({b - a for a, b in split}) > 1 and not pinned and not job.model.is_stack:
         reasons.append(f"stages of {run_lengths([b - a for a, b in split])} blocks: embedding and head weigh too")
     return replace(plan, split=split)
+
+
+def _pinned_parts(job: Job, plan: Plan) -> tuple[tuple[int, int], ...]:
+    """The parts of each stage as parallel.split pins them; empty if it does not."""
+    pinned = job.parallel.split if job.parallel != "auto" else None
+    stages = plan.pp * plan.virtual_stages
+    if pinned is None:
+        return ()
+    if len(pinned) != stages or min(pinned) < 1:
+        raise JobError(
+            f"parallel.split={pinned} must have {stages} numbers from 1 up: parallel.pp × parallel.virtual_stages "
+            "makes so many stages, and each has a part of the module"
+        )
+    return tuple(pairwise([0, *accumulate(pinned)]))
 
 
 def _microbatch(job: Job, plan: Plan) -> Plan:
@@ -345,6 +367,9 @@ def _microbatch(job: Job, plan: Plan) -> Plan:
     pinned = job.parallel.microbatches if job.parallel != "auto" else "auto"
     if (given := job.train.accumulation if pinned == "auto" else pinned) != "auto":
         return replace(plan, microbatch=share // given, accumulation=given)
+    if plan.pp > 1:
+        filled = [d for d in divisors(share) if d >= MICROBATCHES_OF_A_STAGE * plan.pp]
+        return replace(plan, microbatch=share // min(filled, default=share), accumulation=min(filled, default=share))
     length = 1 if job.model.tables else job.data.seq_len
     size = max([d for d in divisors(share) if d * length <= MAX_MICROBATCH_TOKENS], default=1)
     return replace(plan, microbatch=size, accumulation=share // size)
@@ -361,7 +386,7 @@ def _predict(start: PlanStart, plan: Plan, estimator: Estimator | None) -> dict[
     predicted = run_memory({part: float(gib[0]) for part, gib in made.memory.items()})
     moved = sum(communication_bytes(job, plan).values())
     predicted["communication_mib"] = moved / 2**20
-    if (last := sum(communication_bytes(job, plan, last=True).values())) < moved:
+    if plan.compression != "none" and (last := sum(communication_bytes(job, plan, last=True).values())) < moved:
         predicted["communication_last_mib"] = last / 2**20
     if peak_flops(plan, job):
         predicted |= {"step_time_s": float(made.step_time_s[0]), "mfu": float(made.mfu[0])}

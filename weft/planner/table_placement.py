@@ -14,6 +14,8 @@ from weft.planner.plan import Plan
 GIB, MIB = 2**30, 2**20
 MIN_CACHE_ROWS = 65_536
 """Default cache of a host table, where a tenth of its rows is less."""
+PLACE_BYTES = 9
+"""Bytes on the device for each row of a host table: its place in the cache, and whether it was used."""
 STATE_VALUES: dict[str, tuple[int, int]] = {"sgd": (0, 0), "adagrad": (0, 1), "adam": (2, 0), "rowwise_adam": (1, 1)}
 """By model.table_optim.name, the optimizer's values for each value of a row, and for each row."""
 
@@ -59,6 +61,8 @@ def with_tables(job: Job, plan: Plan, memory_gib: float) -> Plan:
     }  # fmt: skip
     plan = replace(plan, tables=rows, table_optim=settings)
     _check_fits(plan, memory_gib)
+    if job.cluster.device in ("auto", "cpu", "cuda") and job.cluster.nodes == 1:
+        _check_host(plan)
     return plan
 
 
@@ -80,7 +84,7 @@ def _placed(job: Job, table: EmbeddingTable, spread: str, plan: Plan) -> dict[st
     return {
         "name": table.name, "rows": table.rows, "dim": dim, "spread": spread, "rank": None, "home": table.home,
         "cache_rows": cache, "gib": table.rows * bytes_a_row / GIB,
-        "device_gib": gib if cache is None else cache * bytes_a_row * width / dim / GIB + rows * 8 / GIB,
+        "device_gib": gib if cache is None else (cache * bytes_a_row * width / dim + rows * PLACE_BYTES) / GIB,
         "host_gib": gib if cache is not None else 0.0, "traffic_mib": sent / MIB,
     }  # fmt: skip
 
@@ -105,9 +109,12 @@ def _check_fits(plan: Plan, memory_gib: float) -> None:
             f"the embedding tables need {needed:.2f} GiB on a rank, and {plan.device_name} has {memory_gib:.2f}; the "
             f"largest, {largest['name']}, takes {largest['device_gib']:.2f}; {' or '.join(ways)} would need less"
         )
-    per_node = max(1, plan.world // plan.nodes)
-    on_host = max(rank_gib(plan, "host_gib")) * per_node
-    if on_host > (limit := probe().memory_gib) and plan.nodes == 1:
+
+
+def _check_host(plan: Plan) -> None:
+    """Refuse host tables that exceed the memory of this machine, on which all ranks are."""
+    on_host = sum(rank_gib(plan, "host_gib"))
+    if on_host > (limit := probe().memory_gib):
         raise FitError(
             f"the embedding tables with home: host need {on_host:.2f} GiB, and this machine has {limit:.2f}; fewer "
             "rows or more nodes would need less"

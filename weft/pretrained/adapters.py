@@ -14,7 +14,7 @@ from weft.job.model_parts.lora import Lora
 from weft.job.schema import Model
 from weft.models.build_model import build_model
 from weft.pretrained.config import write_config
-from weft.pretrained.registry import PRETRAINED
+from weft.pretrained.registry import family_of
 from weft.pretrained.tensor_forms import FORMS, FileTensor, file_tensors, named_shapes
 from weft.pretrained.writer import save_tensors, write_json, write_shards
 
@@ -55,7 +55,7 @@ def write_adapters(
             "token uses; --to hf would work"
         )
     bare = base_model(model)
-    family = PRETRAINED[write_config(bare, original=original)["model_type"]]
+    family = family_of(write_config(bare, original=original)["model_type"], labels=False)
     tensors = [
         t
         for t in file_tensors(family, bare, named_shapes(family, build_model(bare)).items())

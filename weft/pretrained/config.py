@@ -11,7 +11,7 @@ from weft.job.registry import did_you_mean, listed
 from weft.job.schema import Model
 from weft.pretrained.config_fields import Config, Fields
 from weft.pretrained.folder import CONFIG, TOKENIZER, find_folder, read_json
-from weft.pretrained.registry import PRETRAINED, PretrainedFamily
+from weft.pretrained.registry import PRETRAINED, PretrainedFamily, families_of
 
 
 def model_fields(name: str) -> Fields:
@@ -29,12 +29,17 @@ def tokenizer_path(name: str) -> str | None:
 def read_fields(raw: Mapping[str, Any], where: str) -> tuple[PretrainedFamily, Fields]:
     """The family of a config and the fields of the model that it describes."""
     kind = raw.get("model_type")
-    if not isinstance(kind, str) or kind not in PRETRAINED:
-        hint = did_you_mean(kind, PRETRAINED.names()) if isinstance(kind, str) else ""
-        raise JobError(f"{where} has model_type={kind!r}; Weft reads {listed(PRETRAINED.names())}{hint}")
-    family = PRETRAINED[kind]
-    if (classes := raw.get("architectures")) and family.architecture not in classes:
-        raise JobError(f"{where} has architectures={classes!r}; Weft reads {family.architecture}")
+    known = families_of(kind)
+    if not known:
+        kinds = list(dict.fromkeys(family.kind for family in PRETRAINED))
+        hint = did_you_mean(kind, kinds) if isinstance(kind, str) else ""
+        raise JobError(f"{where} has model_type={kind!r}; Weft reads {listed(kinds)}{hint}")
+    classes = raw.get("architectures") or [known[0].architecture]
+    exact = [family for family in known if family.architecture in classes]
+    family = next(iter(exact or [family for family in known if not {*family.also_reads}.isdisjoint(classes)]), None)
+    if family is None:
+        reads = dict.fromkeys(name for family in known for name in (family.architecture, *family.also_reads))
+        raise JobError(f"{where} has architectures={classes!r}; Weft reads {listed(reads)}")
     config, fields = Config(raw, where), dict(FAMILIES[family.family].defaults)
     fields["family"] = family.family
     for converter in family.converters:
@@ -52,10 +57,10 @@ def write_config(model: Model, kind: str | None = None, original: Mapping[str, A
     if original is not None:
         family, fields = read_fields(original, CONFIG)
         if described(Model.model_validate(fields)) == described(model):
-            return dict(original)
-        kind = family.name
+            return {**original, "architectures": [family.architecture]}
+        kind = family.kind
     for family in PRETRAINED:
-        if kind in (None, family.name) and (found := _written(family, model)) is not None:
+        if kind in (None, family.kind) and (found := _written(family, model)) is not None:
             return found
     what = f"the family {kind}" if kind else "any family of transformers that Weft writes"
     raise JobError(f"this model cannot be written as {what}; --to safetensors writes it with Weft's own names")
@@ -64,7 +69,7 @@ def write_config(model: Model, kind: str | None = None, original: Mapping[str, A
 def _written(family: PretrainedFamily, model: Model) -> Fields | None:
     if family.family != model.family:
         return None
-    out: Fields = {"architectures": [family.architecture], "model_type": family.name}
+    out: Fields = {"architectures": [family.architecture], "model_type": family.kind}
     for converter in family.converters:
         out |= converter.write(model)
     out = {key: value for key, value in out.items() if value is not None}
@@ -97,6 +102,7 @@ def described(model: Model) -> Fields:
     return {
         **{n: getattr(model, n) for n in ("family", "dim", "layers", "heads", "ffn", "vocab", "norm", "norm_eps")},
         **{n: getattr(model, n) for n in ("positions", "embedding_scale", "activation", "causal")},
+        **{n: getattr(model, n) for n in ("token_types", "classes")},
         "kv_heads": model.kv_heads or model.heads,
         "head_dim": model.head_dim or (model.dim or 0) // (model.heads or 1),
         "norm_at": model.norm_at or "input",

@@ -17,17 +17,18 @@ Fields = dict[str, Any]
 
 IGNORED_KEYS = frozenset((
     "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "_commit_hash",
-    "_experts_implementation_internal", "_name_or_path", "architectures", "attention_dropout", "attn_pdrop",
-    "auto_map", "begin_suppress_tokens", "bos_token_id", "cache_implementation", "chunk_size_feed_forward",
-    "classifier_dropout", "dtype", "embd_pdrop", "embedding_dropout", "eos_token_id", "finetuning_task",
-    "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "hidden_dropout", "id2label",
-    "initializer_range", "is_decoder", "is_encoder_decoder", "keys_to_ignore_at_inference", "label2id",
-    "max_length", "model_type", "num_labels", "output_attentions", "output_hidden_states", "pad_token_id",
-    "prefix", "pretraining_tp", "problem_type", "resid_pdrop", "return_dict", "return_dict_in_generate",
-    "router_aux_loss_coef", "sep_token_id", "summary_activation", "summary_first_dropout",
-    "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params", "temperature",
-    "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers_version", "typical_p",
-    "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache", "use_return_dict",
+    "_experts_implementation_internal", "_name_or_path", "architectures", "attention_dropout",
+    "attention_probs_dropout_prob", "attn_pdrop", "auto_map", "begin_suppress_tokens", "bos_token_id",
+    "cache_implementation", "chunk_size_feed_forward", "classifier_dropout", "dtype", "embd_pdrop",
+    "embedding_dropout", "eos_token_id", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id",
+    "gradient_checkpointing", "hidden_dropout", "hidden_dropout_prob", "id2label", "initializer_range",
+    "is_decoder", "is_encoder_decoder", "keys_to_ignore_at_inference", "label2id", "max_length", "model_type",
+    "num_labels", "output_attentions", "output_hidden_states", "pad_token_id", "prefix", "pretraining_tp",
+    "problem_type", "resid_pdrop", "return_dict", "return_dict_in_generate", "router_aux_loss_coef",
+    "sep_token_id", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+    "summary_use_proj", "task_specific_params", "temperature", "tokenizer_class", "top_k", "top_p",
+    "torch_dtype", "torchscript", "transformers_version", "typical_p", "unsloth_fixed", "unsloth_version",
+    "use_bfloat16", "use_cache", "use_return_dict",
 ))  # fmt: skip
 """Keys that do not change the logits of a model: token ids, dropout, defaults of generation, bookkeeping."""
 

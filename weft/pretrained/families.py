@@ -15,6 +15,7 @@ from weft.pretrained.config_fields import (
     Windows,
     Without,
 )
+from weft.pretrained.encoder_families import ENCODER_FAMILIES
 from weft.pretrained.family_parts import (
     ATTENTION,
     BOTH_NORMS,
@@ -199,5 +200,6 @@ for entry in (
          Without(("initial_context_length",))),
         GPT_OSS,
     ),
+    *ENCODER_FAMILIES,
 ):  # fmt: skip
     PRETRAINED.register(entry)

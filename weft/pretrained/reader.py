@@ -16,10 +16,12 @@ from weft.comm.shards import local_of, shard_of
 from weft.job.errors import JobError
 from weft.job.schema import Model
 from weft.models.build_model import build_model
+from weft.models.init import initialise
 from weft.planner.model.counts import count_parameters
 from weft.pretrained.config import read_fields
 from weft.pretrained.folder import CONFIG, WeightFiles, find_folder, read_json, weight_files
 from weft.pretrained.quantized import BLOCKS, SCALE, SCALES, expand_fp8, expand_mxfp4, mxfp4_shapes
+from weft.pretrained.registry import family_of
 from weft.pretrained.tensor_forms import FileTensor, Shape, TensorPart, file_tensors, named_shapes
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -103,7 +105,9 @@ class PretrainedWeights:
     def __init__(self, name: str, model: Model):
         self.folder, self.model = find_folder(name), model.model_copy(update={"lora": None})
         config = read_json(self.folder / CONFIG)
-        self.family, _ = read_fields(config, str(self.folder / CONFIG))
+        written_by, _ = read_fields(config, str(self.folder / CONFIG))
+        self.family = family_of(written_by.kind, labels=bool(model.classes))
+        self.may_lack = self.family.fresh if self.family.architecture not in config.get("architectures", ()) else ()
         quantization = config.get("quantization_config") or {}
         self.blocks: list[int] = quantization.get("weight_block_size", [])
         self.mxfp4 = quantization.get("quant_method") == "mxfp4"
@@ -113,6 +117,8 @@ class PretrainedWeights:
         self.shapes: dict[str, Shape] = named_shapes(self.family, module)
         self.buffers = {n for n, _ in module.named_buffers()}
         self.tensors: list[FileTensor] = file_tensors(self.family, model, self.shapes.items())
+        self.fresh: set[str] = set()
+        """Parameters that the files lack, which get initial values."""
         self.where: dict[str, tuple[str, str]] = {}
         """By the family's name of a tensor, its file and its name there."""
         self.packed: set[str] = set()
@@ -142,18 +148,22 @@ class PretrainedWeights:
                     if not self._is_ignored(name):
                         shapes[name] = opened.shape(name)
                         opened.dtype(name)
+        today = {n: self._name_today(n) for n in found}
         bare = self.family.prefix
-        if not any(n.startswith(bare) for n in found) and any(bare + n in expected for n in found):
-            self.where = {bare + n if bare + n in expected else n: (file, n) for n, file in found.items()}
-        else:
-            self.where = {n: (file, n) for n, file in found.items()}
-        for tensor in self.tensors:
+        if not any(n.startswith(bare) for n in found) and any(bare + n in expected for n in today.values()):
+            today = {n: bare + name if bare + name in expected else name for n, name in today.items()}
+        self.where = {name: (found[n], n) for n, name in today.items()}
+        for tensor in list(self.tensors):
             need: Shape | None = tensor.shape(self.model)
             if self.mxfp4 and tensor.name + BLOCKS in self.where and (both := mxfp4_shapes(tensor.shape(self.model))):
                 self.packed.add(tensor.name)
                 self.where[tensor.name] = self.where.pop(tensor.name + BLOCKS)
                 need = both[0] if shapes.get(tensor.name + SCALES) == both[1] else None
             if tensor.name not in self.where:
+                if all(any(fnmatchcase(part.name, p) for p in self.may_lack) for part in tensor.parts):
+                    self.fresh |= {part.name for part in tensor.parts}
+                    self.tensors.remove(tensor)
+                    continue
                 raise JobError(f"{self.folder} has no tensor {tensor.name}, which its config asks for")
             if need is None:
                 raise JobError(f"{self.folder} holds {tensor.name} in MXFP4 without the exponents of its blocks")
@@ -166,6 +176,12 @@ class PretrainedWeights:
         for name in self.where:
             if name not in expected and not self._is_ignored(name):
                 raise JobError(f"{self.folder} holds {name!r}, which a model of {self.family.help} does not have")
+
+    def _name_today(self, name: str) -> str:
+        for ending, new in self.family.older_endings.items():
+            if name.endswith(ending):
+                return name.removesuffix(ending) + new
+        return name
 
     def _is_ignored(self, name: str) -> bool:
         """Whether a tensor of a file is no parameter, or repeats the embedding that the head is tied to."""
@@ -230,7 +246,7 @@ class PretrainedWeights:
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each parameter in the files, by name."""
-        found: dict[str, torch.dtype] = {}
+        found: dict[str, torch.dtype] = dict.fromkeys(self.fresh, torch.float32)
         by_file: dict[str, list[FileTensor]] = {}
         for tensor in self.tensors:
             by_file.setdefault(self.where[tensor.name][0], []).append(tensor)
@@ -245,6 +261,8 @@ class PretrainedWeights:
     def load(self, name: str, dtype: torch.dtype) -> Tensor:
         """One whole parameter."""
         out = torch.empty(self.shapes[name], dtype=dtype)
+        if name in self.fresh:
+            initialise(name, out, build_model(self.model), 0)
         self.fill({name: out})
         return out
 
@@ -273,7 +291,9 @@ def _head_name(names: Mapping[str, Any]) -> str:
 
 
 def from_hf(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A published checkpoint as a module of one process: tokens [batch, seq] → logits [batch, seq, vocab].
+    """A published checkpoint as a module of one process: tokens [batch, seq] → logits [batch, seq, vocab], or
+    [batch, labels] for sequence classification. An encoder also takes `types`, and `features=True` gives its last
+    hidden states.
 
     `name` is a folder in the format of Hugging Face, or a name in the local hub cache.
     """
@@ -288,5 +308,8 @@ def from_hf(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
             values[id(param)] = nn.Parameter(torch.empty(param.shape, dtype=dtype))
         owner, _, key = path.rpartition(".")
         module.get_submodule(owner).register_parameter(key, values[id(param)])
-    weights.fill({n: p.detach() for n, p in (*module.named_parameters(), *module.named_buffers())})
+    targets = {n: p.detach() for n, p in (*module.named_parameters(), *module.named_buffers())}
+    for path in weights.fresh:
+        initialise(path, targets[path], module, 0)
+    weights.fill(targets)
     return module.eval()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from weft.job.registry import Registry
 from weft.pretrained.config_fields import Converter
@@ -24,7 +24,7 @@ class PretrainedFamily:
     """A family of published checkpoints."""
 
     name: str
-    """model_type of its configs."""
+    """model_type of its configs, unless that is given."""
     help: str
     architecture: str
     """The class of transformers that has its weights and gives logits."""
@@ -38,6 +38,31 @@ class PretrainedFamily:
     """Prefix of the names that files of the bare model leave out."""
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     """Patterns of tensors in files that are not parameters; {layers} is the number of blocks."""
+    model_type: str = ""
+    """Where several families have one."""
+    also_reads: tuple[str, ...] = ()
+    """Other classes of transformers whose files it reads."""
+    fresh: tuple[str, ...] = ()
+    """Patterns of parameters that files of those may lack: they get initial values."""
+    older_endings: Mapping[str, str] = field(default_factory=dict)
+    """Endings of names in older files, and those of today."""
+    labels: bool = False
+    """Whether it gives one label a sample."""
+
+    @property
+    def kind(self) -> str:
+        """model_type of its configs."""
+        return self.model_type or self.name
 
 
 PRETRAINED: Registry[PretrainedFamily] = Registry("model_type", "weft.pretrained.families")
+
+
+def families_of(kind: object) -> list[PretrainedFamily]:
+    """The families with a model_type."""
+    return [family for family in PRETRAINED if family.kind == kind]
+
+
+def family_of(kind: object, labels: bool) -> PretrainedFamily:
+    """The family with a model_type for a model that gives labels or does not."""
+    return next(family for family in families_of(kind) if family.labels == labels)

@@ -15,7 +15,7 @@ from weft.job.errors import JobError
 from weft.job.schema import Model
 from weft.pretrained.config import write_config
 from weft.pretrained.folder import CONFIG, GENERATION_CONFIG, SIDE_FILES, TOKENIZER, read_json
-from weft.pretrained.registry import PRETRAINED
+from weft.pretrained.registry import family_of
 from weft.pretrained.tensor_forms import FileTensor, file_tensors, named_shapes
 
 Source = Callable[[list[str]], Mapping[str, Tensor]]
@@ -38,7 +38,7 @@ def write_checkpoint_folder(
     """
     config = write_config(model, original=original)
     dtype = dtype or _dtype_of(original) or torch.float32
-    family = PRETRAINED[config["model_type"]]
+    family = family_of(config["model_type"], labels=bool(model.classes))
     tensors = file_tensors(family, model, named_shapes(family, module).items())
     out.mkdir(parents=True, exist_ok=True)
     size = write_shards(

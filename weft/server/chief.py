@@ -155,7 +155,7 @@ def run_chief(run: RunDir, job: Job, plan: Plan, signals: Signals) -> Exit:
             log.warning("%s", f"checkpoint {fields['path']}: {fields['why']}")
         journal.event("checkpoint" if kind == "checkpoint_saved" else kind, **fields)
 
-    checkpoints = Checkpointer(run.checkpoints, group=None, keep=c.keep, keep_every=c.keep_every,
+    checkpoints = Checkpointer(run.checkpoints_in(c.to), group=None, keep=c.keep, keep_every=c.keep_every,
                               background=c.background, on_event=on_event)  # fmt: skip
     held_out = [
         [to_device(b, mesh.device) for b in batches]

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from weft.comm.algorithms import summing
+from weft.data.dataset import open_dataset
 from weft.job.schema import Job
 from weft.mesh import Mesh, ranks_of_a_node
 from weft.models.build_model import build_model
+from weft.models.user.module import given_parameters
 from weft.optim.build_optimizers import Optimizers, build_optimizers
 from weft.optim.ema import Ema
+from weft.optim.layer_rates import layer_rates
 from weft.optim.streamed import StreamedOptimizers, Tiering
 from weft.parallel.apply import find_units, parallelize
 from weft.parallel.data.local_sgd import EveryStep, Rounds
@@ -23,7 +26,10 @@ from weft.training.state import State
 
 def build_state(job: Job, plan: Plan, mesh: Mesh, weights: InitialWeights | None = None) -> State:
     """The state of a run at step 0, with random weights or those that `weights` fills in."""
-    spread_model = parallelize(build_model(job.model, job.train.seed), mesh, plan, job.train.seed, bare_gradients=True)
+    module = build_model(job.model, job.train.seed)
+    if job.model.module and plan.pp > 1:  # the forward is cut as it is called with the samples
+        module.given = given_parameters(module, open_dataset(job).train(0), job.model)  # type: ignore[assignment]
+    spread_model = parallelize(module, mesh, plan, job.train.seed, bare_gradients=True)
     if weights is not None:
         weights(spread_model.master_params | spread_model.frozen, spread_model.buffers())
         spread_model.refresh()
@@ -53,8 +59,16 @@ def make_optimizers(job: Job, spread_model: SpreadModel | Pipelined, mesh: Mesh)
     units = tuple(find_units(build_model(job.model)))
     return build_optimizers(
         job.optim, spread_model.master_params, _is_block_weight(units), spread_model.grad_params,
-        spread_model.compute_params, mesh,
+        spread_model.compute_params, mesh, rates_of(job),
     )  # fmt: skip
+
+
+def rates_of(job: Job) -> dict[str, float]:
+    """The factors of optim.layer_decay by weight; empty without it."""
+    if job.optim.layer_decay == 1:
+        return {}
+    model = build_model(job.model)
+    return layer_rates([n for n, _ in model.named_parameters()], list(find_units(model)), job.optim.layer_decay)
 
 
 def _is_block_weight(units: tuple[str, ...]) -> Callable[[str], bool]:

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from weft.checkpoint.format import SavedCheckpoint, newest_good
 from weft.checkpoint.reader import Index, load_full, load_named
 from weft.data.dataset import open_tokenizer
-from weft.job.errors import JobError
-from weft.job.load import parse_job
+from weft.data.store import is_store
+from weft.job.errors import JobError, MachineError
+from weft.job.load import parse_job, read_job
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
+from weft.job.store_path import explain
 from weft.models.build_model import build_model
 from weft.planner.model.counts import count_parameters
 from weft.pretrained.adapters import base_model, merged, write_adapters
@@ -34,7 +36,13 @@ SHARD_BYTES = 5 * 10**9
 
 def newest(run: RunDir) -> SavedCheckpoint:
     """The newest good checkpoint of a run."""
-    found = newest_good(run.checkpoints)
+    folder = run.checkpoints_in(read_job(run.job).checkpoint.to)
+    try:
+        found = newest_good(folder)
+    except OSError as error:
+        raise MachineError(f"{folder} cannot be read: {explain(error)}") from None
+    if found is None and folder != run.checkpoints:
+        found = newest_good(run.checkpoints)  # trained or imported before checkpoint.to was set
     if found is None:
         raise JobError(f"{run.path} has no good checkpoint yet; train it first")
     return found
@@ -129,7 +137,7 @@ def export_run(run: RunDir, found: SavedCheckpoint, to: str, out: Path, options:
         return export_file(found, to, out, options)
     _check_folder(out)
     job = saved_job(found)
-    if job.model.module or not job.model.is_decoder:
+    if job.model.module or not (job.model.takes_tokens if to == "hf" else job.model.is_decoder):
         what = job.model.module or f"model.family={job.model.family}"
         raise JobError(f"--to {to} writes language models, and this run trains {what}; --to safetensors would work")
     if to in WRITERS:
@@ -181,9 +189,19 @@ def _original(job: Job) -> dict[str, Any] | None:
     return read_json(source / CONFIG) if source else None
 
 
+def tokenizer_file(job: Job) -> Path | None:
+    """The tokenizer.json of a job's data: that of its token store, or data.tokenizer; None for bytes."""
+    source = Path(job.data.mixture[0].source if job.data.mixture else job.data.source)
+    places = (
+        source / TOKENIZER if is_store(source) else Path(job.data.tokenizer),
+        Path(job.data.tokenizer) / TOKENIZER,
+    )
+    return next((path for path in places if path.is_file()), None)
+
+
 def _export_hf(run: RunDir, job: Job, found: SavedCheckpoint, out: Path, options: ExportOptions) -> int:
     source = existing_folder(job.model.pretrained)
-    tokenizer = Path(job.data.tokenizer)
+    tokenizer = tokenizer_file(job)
     tensors, lora, model = _Tensors(found, options.ema), job.model.lora, base_model(job.model)
     held = set(tensors.prefixes)
 
@@ -194,8 +212,8 @@ def _export_hf(run: RunDir, job: Job, found: SavedCheckpoint, out: Path, options
         out, model, build_model(model), load, dtype=options.dtype,
         shard_bytes=options.shard_bytes or SHARD_BYTES, original=_original(job),
         side_files=source or run.path / SIDE_FOLDER,
-        tokenizer=tokenizer if tokenizer.is_file() else None,
-        eos=open_tokenizer(job.data).eos if tokenizer.is_file() else None, card=model_card(run, job, found.step),
+        tokenizer=tokenizer, eos=open_tokenizer(job.data).eos if tokenizer else None,
+        card=model_card(run, job, found.step),
     )  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from torch import Tensor
 
@@ -12,6 +11,7 @@ from weft.checkpoint.reader import Index
 from weft.job.errors import JobError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
+from weft.job.store_path import AnyPath
 from weft.mesh import Mesh
 from weft.pretrained.reader import PretrainedWeights
 
@@ -24,11 +24,15 @@ def initial_weights(job: Job, run: RunDir, mesh: Mesh, *, at_start: bool = True)
 
     With `at_start` also None if there is a checkpoint to resume from.
     """
-    resumes, imported = mesh.all_gather_json(_on_disk(run) if mesh.rank == 0 else None)[0]
+    folder: AnyPath = run.checkpoints_in(job.checkpoint.to)
+    resumes, imported = mesh.all_gather_json(_on_disk(folder) if mesh.rank == 0 else None)[0]
     if resumes and at_start:
         return None
+    if folder != run.checkpoints and not imported:  # `weft import` writes to the run folder
+        folder = run.checkpoints
+        imported = mesh.all_gather_json(_on_disk(folder)[1] if mesh.rank == 0 else None)[0]
     if imported:
-        return lambda params, buffers: _fill(run.checkpoints / imported, params, buffers)
+        return lambda params, buffers: _fill(folder / imported, params, buffers)
     return published_weights(job)
 
 
@@ -40,21 +44,21 @@ def published_weights(job: Job) -> InitialWeights | None:
     return lambda params, buffers: PretrainedWeights(name, job.model).fill(params | buffers)
 
 
-def _on_disk(run: RunDir) -> tuple[bool, str | None]:
+def _on_disk(folder: AnyPath) -> tuple[bool, str | None]:
     """Whether there is a checkpoint to resume from, and the name of one that holds weights only."""
-    good = [entry for entry in entries(run.checkpoints) if entry.kind == "good"]
+    good = [entry for entry in entries(folder) if entry.kind == "good"]
     imported = next((entry.path.name for entry in good if entry.step == 0 and _is_imported(entry.path)), None)
     return any(entry.path.name != imported for entry in good), imported
 
 
-def _is_imported(path: Path) -> bool:
+def _is_imported(path: AnyPath) -> bool:
     try:
         return bool(read_meta(path).get(WEIGHTS_ONLY))
     except (Damaged, JobError):
         return False
 
 
-def _fill(path: Path, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+def _fill(path: AnyPath, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
     index = Index(path)
     saved = {f"model.{n}": t for n, t in params.items()}
     saved = {n: t for n, t in saved.items() if n in index.tensors or ".lora." not in n}  # adapters start as they are

@@ -85,8 +85,9 @@ def fit(session: Session, signals: Signals) -> Exit:
         session.now("checkpoint")
         session.checkpoints.wait()
         if state.step > first_step and session.checkpoints.durable != state.step:
+            folder = session.checkpoints.folder
             raise MachineError(
-                f"step {state.step} was reached, but its checkpoint could not be written to {session.run.checkpoints}; "
+                f"step {state.step} was reached, but its checkpoint could not be written to {folder}; "
                 f"events.jsonl has the reason, and the last good checkpoint is of step {session.checkpoints.durable}"
             )
 

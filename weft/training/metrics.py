@@ -24,6 +24,7 @@ from weft.planner.model.reference_rate import peak_flops
 from weft.planner.plan import Plan
 from weft.supervisor.stop_signals import STOP_SIGNALS
 from weft.training.comm_metrics import CommMetrics
+from weft.training.noise_scale import NoiseScale
 from weft.training.run_energy import RunEnergy
 from weft.training.signals import Signals
 from weft.training.state import State
@@ -71,17 +72,18 @@ class StepSums:
     def _joined(self) -> Tensor:
         return torch.cat([self.sums, self.more.reshape(-1).double()])
 
-    def read(self) -> tuple[float, int, float, list[float], list[float]]:
-        """Norm (the mean over replicas that train alone), count, summed loss, flags and reports, and model figures."""
+    def read(self) -> tuple[float, int, float, float, list[float], list[float]]:
+        """Norm (the mean over replicas that train alone), count, summed loss, mean square norm of the replicas' own
+        gradients (0: not known), flags and reports, and model figures."""
         if self.copied is not None:
             self.copied.synchronize()
         else:
             if self.work is not None:
                 self.work.wait()
             self.host = self._joined()
-        loss, norm, count, *rest = self.host.tolist()
-        reported = len(self.sums) - 3
-        return norm, round(count), loss, rest[:reported], rest[reported:]
+        loss, norm, count, square, *rest = self.host.tolist()
+        reported = len(self.sums) - 4
+        return norm, round(count), loss, square, rest[:reported], rest[reported:]
 
 
 @dataclass
@@ -114,6 +116,7 @@ class StepMetrics:
         self.peak = peak_flops(plan, job)
         self.energy = energy or RunEnergy.nothing()
         self.comm = CommMetrics(mesh, job.watch.comm_every, tracer)
+        self.noise = NoiseScale()
         self.pending: _PendingStep | None = None
         self.last: dict[str, Any] = {}
         self.clock = StepClock(mesh.device)
@@ -137,7 +140,11 @@ class StepMetrics:
         self.clock = end
         timeline = self.comm.next_step(self.state.step)
         apart = self.plan.dp_replicate if self.plan.alone else 1
-        mine = (grads.loss / self.plan.tp, norm / self.plan.world, grads.count * apart / self.plan.world)
+        small = norm.new_zeros(()) if grads.local_square is None else grads.local_square
+        mine = (
+            grads.loss / self.plan.tp, norm / self.plan.world, grads.count * apart / self.plan.world,
+            small * (grads.factor * self.plan.dp) ** 2 / self.plan.world,
+        )  # fmt: skip
         host_seconds = end.host - start.host
         head = [0.0] * len(mine) + self.signals.flags()
         memory, devices = peak_memory_gib(self.mesh.device), self.energy.monitor.figures()
@@ -160,7 +167,7 @@ class StepMetrics:
         if entry is None:
             return
         began = time.perf_counter()
-        norm, count, loss_sum, reported, more = entry.sums.read()
+        norm, count, loss_sum, square, reported, more = entry.sums.read()
         if entry.sums.copied is not None:
             self.guards.slack += time.perf_counter() - began
         flags = len(STOP_SIGNALS)
@@ -184,6 +191,7 @@ class StepMetrics:
             "peak_memory_gib": peak_memory_gib(self.mesh.device),
             **({"loss_scale": entry.loss_scale} if self.state.scale.dynamic else {}),
             **({"skipped": not taken} if self.state.scale.dynamic or not taken else {}),
+            **self._noise(entry.step, square, norm, taken),
             **entry.more,
             **self.state.model.metrics(more, count),
             **self.comm.figures(entry.timeline, seconds),
@@ -193,6 +201,14 @@ class StepMetrics:
         }
         self.last = record
         self.write(record)
+
+    def _noise(self, step: int, square: float, norm: float, taken: bool) -> dict[str, float]:
+        """The norm of a replica's gradient, and the gradient noise scale in samples once it is known."""
+        if square <= 0 or not taken or not math.isfinite(square):
+            return {}
+        self.noise.add(square, norm**2, self.job.train.ramp.batch(step - 1), self.plan.dp)
+        known = {} if self.noise.samples is None else {"grad_noise_scale": self.noise.samples}
+        return {"replica_grad_norm": math.sqrt(square), **known}
 
 
 def rank_figures(step: int, axes: Sequence[str], rows: Sequence[RankFigures]) -> dict[str, Any]:

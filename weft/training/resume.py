@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,6 +14,7 @@ from weft.checkpoint.memory_snapshots import newest_common
 from weft.checkpoint.merge_snapshots import save_merged_snapshots
 from weft.checkpoint.snapshot_file import SnapshotLayout
 from weft.data.dataset import fingerprint_of
+from weft.guards.loss_spikes import BASELINE_STEPS
 from weft.job.compression import parse_compression
 from weft.job.errors import JobError
 from weft.job.schema import Model
@@ -47,7 +49,7 @@ HISTORY = 256
 
 
 def recorded_losses(session: Session) -> list[tuple[float, float]]:
-    """Loss and gradient norm of the last steps that were trained on, from the run's metrics."""
+    """Loss and gradient norm of the first and the last steps that were trained on, from the run's metrics."""
     recorded: dict[int, tuple[float, float]] = {}
     if session.journal is not None and session.state.step:
         for record in read_jsonl(session.run.metrics):
@@ -56,7 +58,9 @@ def recorded_losses(session: Session) -> list[tuple[float, float]]:
                 recorded[step] = (loss, norm)
                 if record.get("skipped"):
                     del recorded[step]
-    everyone = session.mesh.all_gather_json([recorded[step] for step in sorted(recorded)][-HISTORY:])
+    steps = sorted(recorded)
+    chosen = steps[:BASELINE_STEPS] + steps[BASELINE_STEPS:][-HISTORY:]
+    everyone = session.mesh.all_gather_json([recorded[step] for step in chosen])
     return cast(list[tuple[float, float]], everyone[0])
 
 
@@ -104,7 +108,7 @@ def merge_old_snapshots(session: Session) -> None:
 
 def newest_on_disk(session: Session) -> int:
     """The step of the newest checkpoint that rank 0 sees, by name; -1 where there is none."""
-    found = entries(session.run.checkpoints) if session.mesh.rank == 0 else []
+    found = entries(session.checkpoints.folder) if session.mesh.rank == 0 else []
     steps = [entry.step for entry in found if entry.kind == "good"]
     return cast(int, session.mesh.all_gather_json(max(steps, default=-1))[0])
 
@@ -193,8 +197,9 @@ def _warn_about_data(session: Session, before: object) -> None:
 
 
 def _truncate_sample_records(session: Session) -> None:
-    """Drop the recorded samples after the resumed step."""
-    if session.mesh.rank == 0:
+    """Drop the recorded samples after the resumed step: in the run folder, or on each node in its own."""
+    first = os.environ.get("LOCAL_RANK", "0") == "0" if session.job.checkpoint.to else session.mesh.rank == 0
+    if first:
         for path in session.run.samples.glob("rank-*.jsonl"):
             kept = [json.dumps(line) + "\n" for line in read_jsonl(path) if _is_before(line, session.state.step)]
             path.write_text("".join(kept), encoding="utf-8")

@@ -22,10 +22,11 @@ from weft.guards.guards import Guards
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.mesh import Mesh, connect
+from weft.optim.layer_rates import describe_rates
 from weft.optim.schedule import peak_lr
 from weft.planner.plan import Plan
 from weft.supervisor.heartbeat import Heartbeat, NoHeartbeat
-from weft.training.build import build_state
+from weft.training.build import build_state, rates_of
 from weft.training.expert_rebalance import rebalance
 from weft.training.initial_weights import initial_weights
 from weft.training.resume import (
@@ -36,6 +37,7 @@ from weft.training.resume import (
     resume_from_memory,
 )
 from weft.training.run_energy import RunEnergy, open_energy
+from weft.training.run_history import fetch_history, upload_history
 from weft.training.slices_file import write_slices
 from weft.training.state import State, meta_problem
 from weft.training.step import Stepper
@@ -195,6 +197,9 @@ def open_session(
     torch.backends.cudnn.benchmark = mesh.device.type == "cuda"  # shapes do not change, so convolutions are timed once
     dataset = dataset or open_dataset(job)
     state = build_state(job, plan, mesh, initial_weights(job, run, mesh))
+    c = job.checkpoint
+    if mesh.rank == 0:
+        fetch_history(run, run.shared(c.to))
     journal = Journal(run) if mesh.rank == 0 else None
 
     def on_event(kind: str, **fields: Any) -> None:
@@ -208,11 +213,11 @@ def open_session(
         if journal is not None:
             journal.event("checkpoint" if kind == "checkpoint_saved" else kind, **fields)
 
-    c = job.checkpoint
     checkpoints = Checkpointer(
-        run.checkpoints, group=mesh.disk_group, keep=c.keep, keep_every=c.keep_every, background=c.background,
+        run.checkpoints_in(c.to), group=mesh.disk_group, keep=c.keep, keep_every=c.keep_every, background=c.background,
         on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None,
         any_rank=lambda mine: any(mesh.all_gather_json(mine)), meta_problem=meta_problem, fence=heartbeat.fence,
+        after_save=lambda: upload_history(run, run.shared(c.to)),
     )  # fmt: skip
     memory = os.environ.get("WEFT_MEMORY")  # a folder that the launcher made, which outlives this process
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
@@ -261,6 +266,8 @@ def open_session(
     _, scaling = peak_lr(job)
     if scaling:
         log.info("%s", scaling)
+    if rates := rates_of(job):
+        log.info("%s", describe_rates(rates, job.optim.layer_decay))
     if hook is not None:
         hook(session)
     return session

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.models.build_model import logits, loss_sum
 from weft.models.user.eval_metrics import EvalMetrics
-from weft.models.user.module import call_module, without_padding
+from weft.models.user.module import call_module, passes_on, sample_axes, without_padding
 from weft.models.user.named_losses import losses_of
 from weft.optim.clip import grad_norm
 from weft.optim.schedule import learning_rate
@@ -34,6 +35,8 @@ class Gradients:
     """Valid targets of the samples whose gradients were summed: the global batch, or a replica's share of it."""
     nominal: float
     scale: float
+    local_square: Tensor | None = None
+    """Square norm of this replica's own gradients; None where they are not whole before the sum."""
 
     @property
     def factor(self) -> Tensor:
@@ -68,7 +71,9 @@ class Stepper:
         )  # fmt: skip
         if counting is not None:
             counting.wait()
-        return Gradients(total, count, nominal, state.scale.value)
+        known = self.plan.tp == self.plan.cp == self.plan.pp == self.plan.dp_shard == 1 < self.plan.dp_replicate
+        square = spread_model.parts[0].local_square() if known and not self.plan.alone else None
+        return Gradients(total, count, nominal, state.scale.value, square)
 
     def update(self, grads: Gradients, lr: float) -> tuple[Tensor, bool]:
         """Clip and apply. Returns the norm before clipping, and whether the step was taken.
@@ -110,11 +115,13 @@ class Stepper:
         metrics = EvalMetrics(self.job.model, self.job.train.metrics)
         loss_of = self.loss_of(0.0) if metrics.plain and not self.job.model.module else self.evaluation_of(metrics)
         found = self.state.model.evaluate(self.local(batches), loss_of).double().reshape(-1)
+        if len(found) < metrics.size:  # only ranks with a pipeline's last stage have sums
+            found = found.new_zeros(metrics.size)
         count = torch.stack([b["valid"].sum() for b in batches]).sum().double()
         sums = torch.cat([found, count.reshape(1) / (self.plan.pp * self.plan.cp)])
         if self.mesh.everyone is not None:
             self.mesh.everyone.all_reduce(sums)  # every rank of a tp group adds the same: the ratio stays
-        rows = {part: self._gathered(torch.cat(held)) for part, held in metrics.rows.items()}
+        rows = {part: self._gathered(rows) for part, rows in metrics.all_rows(self.mesh.device).items()}
         *values, total = sums.tolist()
         return metrics.figures(values, total, rows)
 
@@ -122,11 +129,18 @@ class Stepper:
         """The sums of an evaluation, as the spread model calls them."""
         seed, dtype, model = self.job.train.seed, COMPUTE_DTYPES[self.plan.precision], self.job.model
 
-        def sums(module: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Tensor:
+        def sums(module: nn.Module, batch: Batch, hidden: Any = None) -> Any:
             if model.module:
-                batch = without_padding(batch)
-                outputs = call_module(module, batch, model, dtype)
-                return metrics.sums(losses_of(outputs, batch, model), outputs, batch)
+                together = model.loss == "contrastive"  # ranks compare whole batches
+                staged = hasattr(module, "stage")  # stages exchange them
+                if not together and not staged:
+                    batch, _ = without_padding(batch)
+                outputs = call_module(module, batch, model, dtype, hidden)
+                if passes_on(module):
+                    return outputs
+                if staged and not together:
+                    batch, outputs = without_padding(batch, outputs)
+                return metrics.sums(losses_of(outputs, batch, model, axes=sample_axes(module)), outputs, batch)
             loss = loss_sum(module, batch, model, seed=seed, dtype=dtype)
             return metrics.sums({"loss": loss}, logits(module, batch, seed=seed, dtype=dtype), batch)
 
@@ -147,7 +161,7 @@ class Stepper:
         """The job's loss, as the spread model calls it."""
         seed, dtype = self.job.train.seed, COMPUTE_DTYPES[self.plan.precision]
 
-        def loss(module: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Tensor:
+        def loss(module: nn.Module, batch: Batch, hidden: Any = None) -> Any:
             return loss_sum(module, batch, self.job.model, seed=seed, smoothing=smoothing, dtype=dtype, hidden=hidden)
 
         return loss

@@ -15,7 +15,7 @@ import sys
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from weft.job.errors import Exit, WeftError
 from weft.job.load import load_job
@@ -180,8 +180,9 @@ class SupervisedRank:
     def _restore_run_totals(self, session: Session, attempt: Attempt) -> None:
         """Restore totals of the run from earlier attempts."""
         self.heartbeat.resumed(session.state.step)
-        if not self.board["first_step"]:
-            self.board["first_step"] = session.first_step + 1
+        # a node that joined later has another one, and ranks that differ would not save together
+        starts = session.mesh.all_gather_json(self.board["first_step"] or session.first_step + 1)
+        self.board["first_step"] = min(cast(list[int], starts))
         session.first_step = self.board["first_step"] - 1
         session.began = attempt.began
         if attempt.number > 1:

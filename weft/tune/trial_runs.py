@@ -118,7 +118,7 @@ def run_trial(
 ) -> float:  # fmt: skip
     """Train a trial up to a step, from its checkpoint if there is one. Returns its loss; infinite if it diverged."""
     job = load_job(name, [*overrides, *_settings(trial.values)])
-    changes = {"name": f"trial-{trial.number}", "runs_dir": str(folder)}
+    changes = {"name": f"trial-{trial.number}", "runs_dir": str(folder), "checkpoint": job.checkpoint.local}
     job, plan = prepare(job.model_copy(update=changes), nproc)
     run = RunDir(folder / job.name)
     if (done := loss_at(run, until)) is not None:

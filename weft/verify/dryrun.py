@@ -159,6 +159,8 @@ def make_batch(job: Job, plan: Plan) -> Batch:
     if model.is_classifier:
         classes, patches = torch.zeros(size, dtype=torch.int64), torch.zeros(size, seq, model.patch_dim)
         return {**batch, "inputs": patches, "targets": classes, "valid": torch.ones(size, dtype=torch.bool)}
+    if model.labels_samples:
+        return {**batch, "inputs": tokens, "targets": tokens[:, 0].clone(), "valid": torch.ones(size, dtype=torch.bool)}
     batch |= {"inputs": tokens, "targets": tokens.clone(), "valid": torch.ones(size, seq, dtype=torch.bool)}
     if job.data.separates_documents:
         batch |= {"docs": tokens.clone(), "positions": tokens.clone()}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft.comm.axis import Axis
 from weft.comm.shards import local_of, shard_of
-from weft.data.dataset import open_dataset
+from weft.data.dataset import is_user_dataset, open_dataset, open_tokenizer
 from weft.data.loader import Loader, to_device
 from weft.hardware.probe import probe
 from weft.hardware.shared_devices import multi_process_service
@@ -59,7 +59,7 @@ def small(job: Job) -> Job:
         heads = min(heads, m.heads or heads)
         updates |= {
             "heads": heads, "kv_heads": max(1, heads // group), "head_dim": 16, "ffn": min(m.ffn or 128, 128),
-            "vocab": min(m.vocab or 256, 512 if job.data.source == "synthetic" else 256),
+            "vocab": min(m.vocab or 256, _data_vocab(job) + m.is_encoder),
         }  # fmt: skip
         if m.rope_dim is not None:
             updates["rope_dim"] = 8
@@ -77,6 +77,18 @@ def small(job: Job) -> Job:
     batch = {"global_batch": min(job.train.global_batch, 16), "batch_ramp": [], "microbatch": "auto"}
     train = job.train.model_copy(update={**batch, "accumulation": "auto"})
     return job.model_copy(update={"model": m.model_copy(update=updates), "train": train})
+
+
+def _data_vocab(job: Job) -> int:
+    """Tokens that the data may have, or 512 of synthetic ones; those of a dataset of one's own are not known."""
+    if job.data.source == "synthetic":
+        return 512
+    if is_user_dataset(job.data.source):
+        return job.model.vocab or 256
+    try:
+        return open_tokenizer(job.data).vocab
+    except JobError:  # not tokens, such as images
+        return 256
 
 
 def _fewer(e: Experts) -> Experts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -128,10 +129,27 @@ def key_figures(records: Sequence[Record], events: Sequence[Record], plan: Recor
         ("Tokens per second", human(rate), "median over steps" if rate is not None else ""),
         ("MFU", _form(mfu, ".1%"), "median over steps" if mfu is not None else "not known" if records else ""),
         ("Peak memory", "–" if peak is None else f"{peak:.2f} GiB", "highest of any step"),
+        *_noise_scale(records, plan),
         *_energy(records, plan),
         ("Wall time", duration(wall) if wall else "–", f"{duration(stepping)} in steps" if stepping else ""),
         ("Restarts", str(restarts), ""),
     ]
+
+
+def _noise_scale(records: Sequence[Record], plan: Record) -> list[tuple[str, str, str]]:
+    """The gradient noise scale of the last step that has one, beside the batch."""
+    found = next((n for r in reversed(records) if (n := number(r.get("grad_noise_scale"))) is not None), None)
+    if found is None:
+        return []
+    sizes = [number(plan.get(key)) or 1 for key in ("dp_replicate", "dp_shard", "microbatch", "accumulation")]
+    batch = math.prod(sizes)
+    if found > 2 * batch:
+        advice = f"a batch of up to {human(found)} would save steps; the run has {batch:,.0f}"
+    elif found < batch / 2:
+        advice = f"a batch of {human(max(1.0, found))} would need few more steps; the run has {batch:,.0f}"
+    else:
+        advice = f"the batch of {batch:,.0f} fits it"
+    return [("Gradient noise scale", f"{human(found)} samples", advice)]
 
 
 def _energy(records: Sequence[Record], plan: Record) -> list[tuple[str, str, str]]:

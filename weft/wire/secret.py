@@ -8,8 +8,16 @@ import stat
 from pathlib import Path
 
 from weft.job.errors import MachineError
+from weft.job.store_path import AnyPath, create, replace
 
 MIN_BYTES = 32
+
+
+def share_secret(shared: AnyPath, folder: Path) -> None:
+    """Give this node, whose run folder is not shared, the secret that the first node creates in the store."""
+    if "WEFT_SECRET" not in os.environ:
+        create(shared / ".secret", secrets.token_hex(32).encode())
+        replace(folder / ".secret", (shared / ".secret").read_bytes())
 
 
 def run_secret(folder: Path) -> bytes:
@@ -23,15 +31,7 @@ def run_secret(folder: Path) -> bytes:
     path = folder / ".secret"
     folder.mkdir(parents=True, exist_ok=True)
     if not path.exists():
-        draft = folder / f".secret-{secrets.token_hex(8)}"
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(32))
-        try:
-            os.link(draft, path)  # atomic, with its content
-        except FileExistsError:
-            pass
-        finally:
-            draft.unlink()
+        create(path, secrets.token_hex(32).encode())
     mode = path.lstat()
     if not stat.S_ISREG(mode.st_mode) or mode.st_mode & 0o077 or mode.st_uid != os.geteuid():
         raise MachineError(f"{path} must be a regular file that only you can read: chmod 600 it, or delete it")

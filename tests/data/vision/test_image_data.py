@@ -14,10 +14,10 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, ImageEnhance, ImageOps
 
 from weft.data.dataset import open_dataset
-from weft.data.vision import augment
+from weft.data.vision import augment, operations
 from weft.data.vision.idx_files import FILES
 from weft.job import JobError, parse_job
 from weft.job.data import ImageData
@@ -168,3 +168,34 @@ def test_models_that_take_no_images_are_refused(tmp_path: Path) -> None:
         open_images(write_idx(tmp_path), {"shape": "tiny"})
     with pytest.raises(JobError, match=r"has 3 classes, and the model 2; write model.vocab=3"):
         open_images(tmp_path, {"module": "m:M", "vocab": 2})
+
+
+def test_operations_of_augmentation_are_those_of_pillow() -> None:
+    pixels = picture(4, 3, 24)
+    image = Image.fromarray(pixels)
+    expected = {
+        ("rotate", -0.5): image.rotate(-15),
+        ("translate_x", 0.9): image.transform(image.size, Image.Transform.AFFINE, (1, 0, 9, 0, 1, 0)),
+        ("shear_y", 1.0): image.transform(image.size, Image.Transform.AFFINE, (1, 0, 0, 0.3, 1, 0)),
+        ("color", 0.4): ImageEnhance.Color(image).enhance(1.36),
+        ("sharpness", -1.0): ImageEnhance.Sharpness(image).enhance(0.1),
+        ("posterize", -1.0): ImageOps.posterize(image, 4),
+        ("solarize", 0.2): ImageOps.solarize(image, 204),
+        ("equalize", 0.0): ImageOps.equalize(image),
+        ("invert", 1.0): ImageOps.invert(image),
+    }
+    for (name, share), made in expected.items():
+        assert np.array_equal(operations.apply_operations(pixels, [(name, share)]), np.asarray(made)), name
+    for name in operations.RANDAUGMENT[:10]:  # a strength of 0 changes nothing
+        assert np.array_equal(operations.apply_operations(pixels, [(name, 0.0)]), pixels), name
+    for name in operations.OPERATIONS:
+        assert operations.apply_operations(picture(1, 1, 9), [(name, 0.7)]).shape == (9, 9, 1)
+
+
+@pytest.mark.parametrize("option", [{"autoaugment": True}, {"randaugment": 2, "magnitude": 12}])
+def test_drawn_operations_are_the_same_in_every_run(tmp_path: Path, option: dict[str, Any]) -> None:
+    source = write_idx(tmp_path)
+    first, second, plain = (open_images(source, **given) for given in (option, option, {"size": 12}))
+    pairs = [(i, epoch) for i in range(20) for epoch in (0, 1)]
+    assert all(np.array_equal(first.train(*at)["inputs"], second.train(*at)["inputs"]) for at in pairs)
+    assert sum(not np.array_equal(first.train(*at)["inputs"], plain.train(*at)["inputs"]) for at in pairs) > 10

@@ -125,6 +125,14 @@ def test_a_pod_has_what_it_needs_and_no_more(tmp_path: Path, monkeypatch: pytest
     assert {"name": "NCCL_SOCKET_IFNAME", "value": "eth0"} in container["env"]
 
 
+def test_a_store_replaces_the_shared_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = ["cluster.volumes=[]", "checkpoint.to=s3://bucket/runs", "cluster.kubernetes.env_secrets=[keys]"]
+    job = build_manifests(request_for(tmp_path, monkeypatch, GPU_JOB, *changes))[-1]
+    kubernetes_validate.validate(job, API_VERSION, strict=True)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert (container["workingDir"], container["envFrom"]) == ("/tmp", [{"secretRef": {"name": "keys"}}])
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

@@ -44,10 +44,11 @@ def test_hierarchical_sum_over_two_nodes(pool: RankPool, reference: parity.Run) 
         raw = with_layout(parity.make_job(SMALL, "comm.allreduce=hierarchical", "train.accumulation=auto"), layout)
         job = parse_job({**raw.model_dump(mode="json"), "cluster": {"device": "cpu", "nodes": nodes,
                                                                     "devices_per_node": 4 // nodes}})  # fmt: skip
-        assert make_plan(job)[1].nodes == nodes
+        planned = make_plan(job)
+        assert planned[1].nodes == nodes
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "result.pt"
-            seen = pool.run(on_ranks.observe, 4, job, 2, str(file))
+            seen = pool.run(on_ranks.observe, 4, planned, 2, str(file))
             run = parity.Run(torch.load(file, weights_only=False), seen)
         assert not parity.differences(reference, run), layout
 

@@ -26,7 +26,7 @@ def job_of(setting: str, *more: str) -> Job:
 
 def go(pool: RankPool, job: Job, layout: str, *args: Any) -> list[dict[str, Any]]:
     spread = parity.section(layout)
-    return pool.run(compression_ranks.journey, ranks(spread), with_layout(job, spread), *args)
+    return pool.run(compression_ranks.journey, ranks(spread), make_plan(with_layout(job, spread)), *args)
 
 
 @pytest.fixture(scope="module")

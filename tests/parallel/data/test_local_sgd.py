@@ -30,7 +30,8 @@ def job_of(layout: str, sync: Any, **sections: Any) -> Job:
 
 
 def train(pool: RankPool, layout: str, sync: Any, last: int, *args: Any, **sections: Any) -> list[Any]:
-    return pool.run(sync_ranks.train_to, ranks(section(layout)), job_of(layout, sync, **sections), last, *args)
+    planned = make_plan(job_of(layout, sync, **sections))
+    return pool.run(sync_ranks.train_to, ranks(section(layout)), planned, last, *args)
 
 
 def weights(state: dict[str, Tensor]) -> Tensor:
@@ -94,9 +95,9 @@ def test_any_layout_resumes_from_the_checkpoint(pool: RankPool, tmp_path: Path) 
 
 def test_guards_accept_differing_replicas(pool: RankPool) -> None:
     """Between exchanges weights differ, as with corrupted memory."""
-    alike = pool.run(sync_ranks.watched, 4, job_of("dp_replicate 2 x tp 2", "diloco"))[0]
+    alike = pool.run(sync_ranks.watched, 4, make_plan(job_of("dp_replicate 2 x tp 2", "diloco")))[0]
     assert alike[()] == [(0, 1), (2, 3)] and not alike["tp",]
-    alike = pool.run(sync_ranks.watched, 4, job_of("dp_replicate 2 x tp 2", "step"))[0]
+    alike = pool.run(sync_ranks.watched, 4, make_plan(job_of("dp_replicate 2 x tp 2", "step")))[0]
     assert alike[()] == [(0, 1, 2, 3)] and alike["tp",] == [(0, 2), (1, 3)]
 
 

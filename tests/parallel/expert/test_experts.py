@@ -67,7 +67,7 @@ def test_every_optimizer(pool: RankPool, overrides: tuple[str, ...]) -> None:
 
 def run_loads(pool: RankPool, job: Job, layout: str, *args: Any) -> list[expert_ranks.Loads]:
     spread = section(layout)
-    return pool.run(expert_ranks.loads, ranks(spread), with_layout(job, spread), *args)
+    return pool.run(expert_ranks.loads, ranks(spread), make_plan(with_layout(job, spread)), *args)
 
 
 def test_drops_the_same_tokens_in_every_layout(pool: RankPool) -> None:
@@ -126,7 +126,7 @@ def test_two_hops_equal_one_all_to_all(pool: RankPool) -> None:
         }
     )
     assert make_plan(hopping)[1].ep_hop == 2
-    one, two = (pool.run(expert_ranks.loads, 4, j, 2) for j in (direct, hopping))
+    one, two = (pool.run(expert_ranks.loads, 4, make_plan(j), 2) for j in (direct, hopping))
     assert [t.losses for t in two] == [t.losses for t in one]
     assert [t.norms for t in two] == [t.norms for t in one]
     assert all(t.moved["all_to_all"] == 0 for t in two), "nothing goes directly"
@@ -151,7 +151,8 @@ def test_checkpoints_move(pool: RankPool, tmp_path: Path) -> None:
     for train, layout in ((2, "dp_shard=4 ep=4"), (1, "tp2 ep2"), (1, "1"), (0, "dp_shard=2 tp=2 ep=2")):
         with tempfile.TemporaryDirectory() as folder:
             spread, file = section(layout), Path(folder) / "state.pt"
-            pool.run(on_ranks.move, ranks(spread), with_layout(job, spread), str(tmp_path), train, str(file))
+            planned = make_plan(with_layout(job, spread))
+            pool.run(on_ranks.move, ranks(spread), planned, str(tmp_path), train, str(file))
             opened, saved = torch.load(file, weights_only=False)
         if before is not None:
             assert opened.keys() == before.keys()

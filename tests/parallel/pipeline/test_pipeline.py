@@ -22,7 +22,9 @@ from weft.planner.schedules.registry import SCHEDULES
 from weft.verify.prove import prove, with_layout
 
 # tied weights on the first and last stage, dropout, and layers that no number of stages divides
-GPT2: dict[str, Any] = {"family": "gpt2", "layers": 7, "dropout": 0.2}
+GPT2: dict[str, Any] = {"family": "gpt2", "layers": 5, "dropout": 0.2}
+DEEP = {**GPT2, "layers": 7}
+"""Enough for two stages on each of four ranks."""
 
 
 def gpt2(**sections: Any) -> Job:
@@ -31,7 +33,8 @@ def gpt2(**sections: Any) -> Job:
 
 @pytest.mark.parametrize("degree", [2, 4])
 def test_every_schedule(pool: RankPool, degree: int) -> None:
-    check(pool, gpt2(train={"ema": 0.5}), [f"pp {degree} {name} microbatches=8" for name in SCHEDULES])
+    job = gpt2(model=DEEP if degree == 4 else GPT2, train={"ema": 0.5})
+    check(pool, job, [f"pp {degree} {name} microbatches={2 * degree}" for name in SCHEDULES])
 
 
 def test_any_number_of_microbatches(pool: RankPool) -> None:
@@ -88,24 +91,25 @@ def test_recomputed_blocks_under_a_split_backward(pool: RankPool) -> None:
 
 def test_a_split_of_ones_own(pool: RankPool) -> None:
     """As `weft prove` takes it, too."""
-    layout = "pp 2 split=[5, 2]"
-    check(pool, gpt2(), [layout])
-    _, plan = make_plan(with_layout(gpt2(), section(layout)))
+    layout, job = "pp 2 split=[5, 2]", gpt2(model=DEEP)
+    check(pool, job, [layout])
+    _, plan = make_plan(with_layout(job, section(layout)))
     assert plan.split == ((0, 5), (5, 7))
-    proven, refused = prove(gpt2(), [f"{layout}, pp2 split=[1,2]"], 1, pool=pool)
+    proven, refused = prove(job, [f"{layout}, pp2 split=[1,2]"], 1, pool=pool)
     assert (proven.layout, proven.verdict) == ("pp 2 (1f1b) split [5, 2]", "same")
     assert refused.why == "parallel.split=[1, 2] adds up to 3 blocks, but model.layers=7; 4 more would work"
 
 
 def test_a_checkpoint_moves_between_pipelines(pool: RankPool, tmp_path: Path) -> None:
     """pp 4 → pp 2 × tp 2 → 1 rank → zbv on pp 2, tied weights and optimizer state included, to the bit."""
-    job = gpt2(train={"ema": 0.5})
+    job = gpt2(model=DEEP, train={"ema": 0.5})
     before: dict[str, Tensor] | None = None
     for layout in ("pp 4 1f1b", "pp 2 1f1b × tp 2", "1", "pp 2 zbv", "pp 4 dualpipe-v × dp_shard 1"):
         spread = section(layout)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "states.pt"
-            pool.run(on_ranks.move, ranks(spread), with_layout(job, spread), str(tmp_path), 1, str(file))
+            planned = make_plan(with_layout(job, spread))
+            pool.run(on_ranks.move, ranks(spread), planned, str(tmp_path), 1, str(file))
             opened, saved = torch.load(file)
         if before is not None:
             assert opened.keys() == before.keys()

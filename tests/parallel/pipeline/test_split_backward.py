@@ -65,9 +65,10 @@ def test_both_halves_are_the_whole(embeds: bool, is_last: bool) -> None:
                 torch.autograd.backward(out, grad)
                 expected["hidden"] = torch.zeros(()) if hidden is None or hidden.grad is None else hidden.grad
                 continue
-            found, parts = backward_input(out, grad, hidden, stage.parameters())
-            assert (found is None) == embeds
-            assert found is None or torch.equal(found, expected["hidden"]) or microbatch == 0
+            inputs = [] if hidden is None else [hidden]
+            found, parts = backward_input([out], [grad], inputs, stage.parameters())
+            assert (found == []) == embeds
+            assert not found or torch.equal(found[0], expected["hidden"]) or microbatch == 0
             # torch 2.11 cannot start a backward pass at the node of a custom function
             assert parts and not any(isinstance(part.node, BackwardCFunction) for part in parts)
             backward_weights(parts)
@@ -83,6 +84,28 @@ def test_both_halves_are_the_whole(embeds: bool, is_last: bool) -> None:
 def test_plain_layers_are_left_for_later() -> None:
     stage = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
     hidden = torch.randn(3, 4, requires_grad=True)
-    _, parts = backward_input(stage(hidden).sum(), None, hidden, stage.parameters())
+    _, parts = backward_input([stage(hidden).sum()], [None], [hidden], stage.parameters())
     assert all(p.grad is None for p in stage.parameters())
     assert {id(w) for part in parts for w in part.weights} == {id(p) for p in stage.parameters()}
+
+
+def test_several_outputs() -> None:
+    """A weight with an output of its own gets its gradient at once, complete."""
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    x, hidden = torch.randn(3, 4), torch.randn(3, 4, requires_grad=True)
+    given: list[Tensor | None] = [torch.randn(3, 4), torch.randn(3, 4)]
+
+    def outputs() -> list[Tensor]:
+        inner = first(x)
+        return [inner, second(hidden + inner)]
+
+    torch.autograd.backward(outputs(), given)
+    weights = [*first.parameters(), *second.parameters()]
+    expected = [w.grad for w in (*weights, hidden)]
+    for w in weights:
+        w.grad = None
+    found, parts = backward_input(outputs(), given, [hidden], weights)
+    backward_weights(parts)
+    for a, b in zip(expected, [*(w.grad for w in weights), *found], strict=True):
+        assert a is not None and b is not None
+        assert torch.allclose(a, b)

@@ -79,8 +79,8 @@ def programs(schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> list[list[O
             patched.setattr(
                 messages.dist, "P2POp", lambda op, t, group, group_peer: SimpleNamespace(op=op, peer=group_peer)
             )
-            links = StageLinks(RecordedAxis(rank), torch.device("cpu"), torch.float32)  # type: ignore[arg-type]
-            links.begin(transfers_of(schedule, rank), lambda message: (1,))
+            links = StageLinks(RecordedAxis(rank), torch.device("cpu"))  # type: ignore[arg-type]
+            links.begin(transfers_of(schedule, rank), lambda message: ((1,), torch.float32))
             for action in schedule.actions[rank]:
                 if (needed := inputs_of(action, schedule)) is not None:
                     links.receive(needed[0], schedule.rank_of[needed[1]])
@@ -215,7 +215,7 @@ def test_a_message_out_of_order_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         messages.dist, "P2POp", lambda op, t, group, group_peer: SimpleNamespace(op=op, peer=group_peer)
     )
-    links = StageLinks(RecordedAxis(0), torch.device("cpu"), torch.float32)  # type: ignore[arg-type]
-    links.begin(transfers_of(schedule, 0), lambda message: (1,))
+    links = StageLinks(RecordedAxis(0), torch.device("cpu"))  # type: ignore[arg-type]
+    links.begin(transfers_of(schedule, 0), lambda message: ((1,), torch.float32))
     with pytest.raises(RuntimeError, match="not the order of the schedule"):
         links.send(Message("F", 1, 3), 1, torch.zeros(1))

@@ -20,7 +20,7 @@ TOWERS = {
     "tables": [
         {"name": "user", "rows": 31, "dim": 6, "spread": "row"},
         {"name": "item", "rows": 17, "dim": 4, "tower": "item", "spread": "column"},
-        {"name": "genres", "rows": 9, "dim": 6, "tower": "item", "pooling": "mean", "spread": "table"},
+        {"name": "genres", "rows": 9, "dim": 5, "tower": "item", "pooling": "mean", "spread": "table"},
     ],
 }  # fmt: skip
 

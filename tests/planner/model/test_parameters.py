@@ -10,6 +10,7 @@ from weft.job import parse_job
 from weft.models.build_model import build_model
 from weft.planner import make_plan
 from weft.planner.model.counts import count_parameters
+from weft.planner.model.facts import model_facts
 from weft.planner.model.parameters import coords_of, stage_weights
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -25,6 +26,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab": 40,
         "experts": {"count": 4, "top_k": 2, "ffn": 16, "shared": 1, "first_dense": 1},
     },
+    "bert": {"family": "bert", "dim": 32, "layers": 2, "heads": 4, "vocab": 40},
+    "labels": {"family": "bert", "dim": 32, "layers": 2, "heads": 4, "vocab": 40, "classes": 3},
     "vit": {"family": "vit", "dim": 32, "layers": 2, "heads": 4, "ffn": 64, "vocab": 10},
     "mlp": {"family": "mlp", "dim": 16, "layers": 5},
 }
@@ -38,6 +41,7 @@ def test_names_and_shapes_are_the_models(name: str) -> None:
     assert list(found.items()) == list(real.items())
     counts = count_parameters(job.model)
     assert counts is not None and counts.total == sum(p.numel() for p in build_model(job.model).parameters())
+    assert model_facts(job).parameters == counts.total
 
 
 def test_ranks_stand_where_the_mesh_puts_them() -> None:

@@ -124,8 +124,13 @@ def refused(world: int | None = None, **job: Any) -> str:
         (2, {"memory": {"recompute": "selective"}, "parallel": {"pp": 2, "schedule": "zbv"}},
          "parallel.schedule=zbv runs a block's backward twice, for its input and for its weights, and "
          "memory.recompute=selective keeps outputs for one pass; recompute=full or schedule=1f1b would work"),
-        (2, {"model": "own:Net", "parallel": {"pp": 2}},
-         "parallel.pp=2 needs one of Weft's models; for own:Net use dp_replicate or dp_shard"),
+        (2, {"model": "own:Net", "parallel": {"pp": 2, "split": [4]}},
+         "parallel.split=[4] must have 2 numbers from 1 up: parallel.pp × parallel.virtual_stages makes so many "
+         "stages, and each has a part of the module"),
+        (2, {"optim": {"layer_decay": 0.8}, "train": {"sync": "federated"}},
+         "optim.layer_decay=0.8 does not support train.sync=federated; leave one of them out"),
+        (2, {"model": {"shape": "tiny", "frozen": ["embed"]}},
+         "model.frozen=embed needs a module of your own; model.lora trains few weights of Weft's models"),
         (2, {"comm": {"backend": "nccl"}, "cluster": {"device": "cpu"}},
          "comm.backend=nccl needs GPUs, and the ranks compute on CPUs; gloo would work"),
         (8, {"cluster": {"device": "h1000"}}, "cluster.device: unknown device 'h1000'; did you mean h100?"),

@@ -160,9 +160,9 @@ def test_replan_keeps_the_batch(parallel: dict, ranks: int, layout: str) -> None
 
 
 def test_disconnected_node_reads_the_end_of_the_run(tmp_path: Path) -> None:
-    first, second = NodeRegistry(tmp_path, 0), NodeRegistry(tmp_path, 1)
+    first, second = NodeRegistry(tmp_path, 0, tmp_path), NodeRegistry(tmp_path, 1, tmp_path)
     assert second.ended() is None
-    first.end(75)
+    first.end(75, 3)
     assert second.ended() == 75
     second.leave()
-    assert NodeRegistry(tmp_path, 1).ended() is None  # that was the start before
+    assert NodeRegistry(tmp_path, 1, tmp_path).ended() is None  # that was the start before

@@ -131,6 +131,11 @@ def test_a_slow_link(tmp_path: Path) -> None:
 
     (one,) = found(write(tmp_path / "a", later))
     assert one.cause == "slow_link" and "messages on dp_shard take 120 ms" in one.evidence
+    starts = tuple(
+        {"kind": "start", "step": step, "layout": layout, "world": 2}
+        for step, layout in ((0, "tp 2"), (20, "dp_shard 2"))
+    )
+    assert causes(write(tmp_path / "other-layout", later, events=starts)) == []
 
     def from_the_start(**figures: float) -> Change:
         def change(step: int, record: dict[str, Any]) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.data.vision.operations import autoaugmented, randaugmented
 from weft.job.data import ImageData
-from weft.job.errors import MachineError
 
 Pixels = NDArray[Any]
 """[height, width, colours], bytes or floats between 0 and 1"""
@@ -36,6 +35,8 @@ def augmented(image: Pixels, options: ImageData, random: np.random.Generator) ->
         image = fitted(image, options.size)
     if options.flip and random.random() < options.flip:
         image = image[:, ::-1]
+    if options.autoaugment:
+        image = autoaugmented(image, random)
     if options.randaugment:
         image = randaugmented(image, options.randaugment, options.magnitude, random)
     if options.shift:
@@ -134,52 +135,3 @@ def mixed(
     image = image.copy()
     image[top:bottom, left:right] = other[top:bottom, left:right]
     return image, 1 - (bottom - top) * (right - left) / (height * width)
-
-
-def check_torchvision(options: ImageData) -> None:
-    """Refuse RandAugment where torchvision is missing."""
-    if options.randaugment and importlib.util.find_spec("torchvision") is None:
-        raise MachineError(
-            "data.images.randaugment needs torchvision, which is not installed; pip install 'weft[vision]', or write "
-            "data.images.randaugment=0"
-        )
-
-
-def randaugmented(image: Pixels, count: int, magnitude: int, random: np.random.Generator) -> Pixels:
-    """`count` random operations of RandAugment (Cubuk et al., 2019) with the ranges of torchvision."""
-    import torch
-    from torchvision.transforms.v2 import functional as F
-
-    values = torch.tensor(np.ascontiguousarray(image)).permute(2, 0, 1)
-    share = magnitude / 30
-    for _ in range(count):
-        name = RANDAUGMENT[int(random.integers(len(RANDAUGMENT)))]
-        sign = 1.0 if random.random() < 0.5 else -1.0
-        if name.startswith(("shear", "translate", "rotate")):
-            angle, move, shear = 0.0, [0, 0], [0.0, 0.0]
-            if name == "rotate":
-                angle = sign * 30 * share
-            elif name.startswith("shear"):
-                shear["xy".index(name[-1])] = math.degrees(math.atan(sign * 0.3 * share))
-            else:
-                side = values.shape[-1 if name[-1] == "x" else -2]
-                move["xy".index(name[-1])] = int(sign * 150 / 331 * side * share)
-            values = F.affine(values, angle=angle, translate=move, scale=1.0, shear=shear)
-        elif name in ("brightness", "color", "contrast", "sharpness"):
-            function = {"brightness": F.adjust_brightness, "color": F.adjust_saturation,
-                        "contrast": F.adjust_contrast, "sharpness": F.adjust_sharpness}[name]  # fmt: skip
-            values = function(values, 1 + sign * 0.9 * share) if name != "color" or len(values) == 3 else values
-        elif name == "posterize":
-            values = F.posterize(values, 8 - round(4 * share))
-        elif name == "solarize":
-            values = F.solarize(values, 255 * (1 - share))
-        elif name in ("autocontrast", "equalize"):
-            values = getattr(F, name)(values)
-    made: Pixels = values.permute(1, 2, 0).numpy()
-    return made
-
-
-RANDAUGMENT = (
-    "identity", "shear_x", "shear_y", "translate_x", "translate_y", "rotate", "brightness", "color", "contrast",
-    "sharpness", "posterize", "solarize", "autocontrast", "equalize",
-)  # fmt: skip

@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.data.user_dataset import image_patches
-from weft.data.vision.augment import augmented, check_torchvision, erased, mixed, plain, random_of
+from weft.data.vision.augment import augmented, erased, mixed, plain, random_of
 from weft.data.vision.idx_files import URLS, find_idx, named_idx
 from weft.data.vision.image_files import ImageFiles, detect, open_files, open_idx
+from weft.data.vision.operations import check_operations
 from weft.job.data import ImageData
 from weft.job.errors import JobError
 from weft.job.schema import Job
@@ -26,7 +27,7 @@ def reads_images(job: Job) -> bool:
     if data.source in IMAGE_SOURCES or data.images is not None:
         return True
     path = Path(data.source)
-    if model.is_classifier or (model.module and model.family):
+    if model.is_classifier or (model.module and model.family and not model.tables):
         return path.exists()
     return path.is_dir() and find_idx(path) is not None
 
@@ -39,7 +40,7 @@ def open_images(job: Job) -> ImageDataset:
             f"data.source {data.source} gives images, and model.family {job.model.family} does not take them; "
             "model.family=vit, resnet or a module of your own would work"
         )
-    check_torchvision(options)
+    check_operations(options)
     if data.source in IMAGE_SOURCES:
         train, val = open_idx(named_idx(data.source))
         return ImageDataset(job, options, train, val)

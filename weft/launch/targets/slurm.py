@@ -47,7 +47,15 @@ agreed="$folder"/../nodes/ended  # the exit code that the nodes agreed on, of wh
 before=$(cat "$agreed" 2>/dev/null)
 rm -f "$folder"/{exit_file} "$folder"/{stop_file}
 ended=""
-trap 'ended=1' TERM  # Slurm ends or requeues the job itself: scancel, scontrol requeue, preemption
+on_term() {{  # Slurm ends or requeues the job itself: scancel, scontrol requeue, preemption, and the time limit
+    ended=1
+    case "$(scontrol show job -o "$SLURM_JOB_ID")" in *Reason=TimeLimit*)
+        if [ ! -e "$folder"/{stop_file} ] && {requeue}; then
+            scontrol requeue "$SLURM_JOB_ID" && echo "weft: time limit; job $SLURM_JOB_ID is requeued and resumes" >&2
+        fi ;;
+    esac
+}}
+trap on_term TERM
 read -r -d '' node_script <<'WEFT_NODE'
 {node_script}
 WEFT_NODE

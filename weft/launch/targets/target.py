@@ -15,7 +15,7 @@ from typing import Any
 from weft.hardware.network import GLOO, NCCL
 from weft.job.cluster import Cluster
 from weft.job.errors import JobError
-from weft.job.launch_settings import LaunchSettings
+from weft.job.launch.settings import LaunchSettings
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner import Plan

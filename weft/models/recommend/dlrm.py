@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.job.errors import JobError
 from weft.models.recommend.tables import EmbeddingTables
 
 
@@ -28,28 +29,36 @@ def broadcast_candidates(vectors: Sequence[Tensor]) -> list[Tensor]:
     return [x if x.dim() == widest.dim() else x.unsqueeze(1).expand(*widest.shape[:-1], x.shape[-1]) for x in vectors]
 
 
+def dense_input(dense: Tensor | None, count: int) -> Tensor:
+    """The dense features of a batch, [batch, count]."""
+    if dense is None or dense.shape[-1] != count:
+        given = "no key dense" if dense is None else f"{dense.shape[-1]} numbers in dense"
+        raise JobError(f"model.dense_features={count}, and the samples have {given}; yield dense of shape [{count}]")
+    return dense.float()
+
+
 class DLRM(nn.Module):
     """Scores of samples, or of each candidate of a sample."""
+
+    pairs: Tensor
 
     def __init__(
         self, tables: Sequence[Mapping[str, Any]], dim: int, dense_features: int = 0, bottom: Sequence[int] = (),
         top: Sequence[int] = (),
     ):  # fmt: skip
         super().__init__()
-        self.tables = EmbeddingTables(tables)
+        self.tables, self.dense_features = EmbeddingTables(tables), dense_features
         self.bottom = mlp([dense_features, *bottom, dim], last_relu=True) if dense_features else None
         vectors = sum(len(spec.features) for spec in self.tables.specs) + (self.bottom is not None)
         pairs = vectors * (vectors - 1) // 2
         inside = pairs + (dim if self.bottom is not None else vectors * dim)
         self.top = mlp([inside, *top, 1], last_relu=False)
         self.register_buffer("pairs", torch.tril_indices(vectors, vectors, -1), persistent=False)
-        self.pairs: Tensor
 
     def forward(self, dense: Tensor | None = None, **ids: Tensor) -> Tensor:
         vectors = list(self.tables(ids).values())
         if self.bottom is not None:
-            assert dense is not None, "the samples have no dense features"
-            vectors.append(self.bottom(dense.to(vectors[0].dtype)))
+            vectors.append(self.bottom(dense_input(dense, self.dense_features)))
         x = torch.stack(broadcast_candidates(vectors), dim=-2)  # [batch, (candidates,) vectors, dim]
         products = (x @ x.transpose(-1, -2))[..., self.pairs[0], self.pairs[1]]
         rest = x[..., -1, :] if self.bottom is not None else x.flatten(-2)

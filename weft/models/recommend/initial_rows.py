@@ -16,18 +16,23 @@ _MULTIPLIERS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 _INCREMENT = _signed(0x9E3779B97F4A7C15)
 
 
-def initial_rows(seed: int, table: str, rows: Tensor, dim: int, left: int, right: int, bound: float) -> Tensor:
+def table_key(seed: int, table: str) -> int:
+    """The number from which the values of a table are drawn."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{table}".encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def initial_rows(keys: Tensor, rows: Tensor, bounds: Tensor, dim: int, left: int, right: int) -> Tensor:
     """Uniform values between -bound and bound of some rows, columns left … right - 1. [rows, right - left]
 
-    They are the upper bits of SplitMix64 (Steele et al., 2014) of the element's number: exact on every device.
+    `keys` are those of the rows' tables. Values are the upper bits of SplitMix64 (Steele et al., 2014) of an element's
+    number: exact on every device.
     """
-    digest = hashlib.blake2b(f"{seed}/{table}".encode(), digest_size=8).digest()
     columns = torch.arange(left, right, device=rows.device)
-    x = (rows.unsqueeze(-1) * dim + columns + 1) * _INCREMENT + int.from_bytes(digest, "big", signed=True)
+    x = (rows.unsqueeze(-1) * dim + columns + 1) * _INCREMENT + keys.unsqueeze(-1)
     for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
         x = (x ^ _shifted(x, shift)) * multiplier
     x = x ^ _shifted(x, 31)
-    return (_shifted(x, 40).float() * 2.0**-23 - 1.0) * bound
+    return (_shifted(x, 40).float() * 2.0**-23 - 1.0) * bounds.unsqueeze(-1)
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:

@@ -7,7 +7,7 @@ which spreads them over the ranks (weft/parallel/tables/).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -81,6 +81,7 @@ class EmbeddingTables(nn.Module):
                     )
                 made, shapes[feature] = to_bags(spec, samples[feature])
                 bags.append(made)
+        bags = without_missing(bags)
         found = self._lookup(bags) if self.engine is None else self.engine.lookup(bags)
         return {name: x.view(*shape, x.shape[-1]) for (name, shape), x in zip(shapes.items(), found, strict=True)}
 
@@ -90,7 +91,8 @@ class EmbeddingTables(nn.Module):
 
 
 def to_bags(spec: TableSpec, ids: Tensor) -> tuple[Bags, tuple[int, ...]]:
-    """The bags of a feature's ids, padded with -1, and the shape of the bags: that of the ids without the length."""
+    """The bags of a feature's ids, with -1 for missing ones, and the shape of the bags: that of the ids without the
+    length."""
     if ids.is_floating_point():
         raise JobError(f"the table {spec.name} takes integers, and the samples have {ids.dtype}; yield ids")
     grid = ids.unsqueeze(-1) if spec.pooling == "none" or ids.dim() == 1 else ids
@@ -99,15 +101,20 @@ def to_bags(spec: TableSpec, ids: Tensor) -> tuple[Bags, tuple[int, ...]]:
     flat = grid.reshape(-1)
     bag = torch.arange(count, device=ids.device)
     bag = bag.repeat_interleave(length) if length != 1 else bag
-    kept = flat >= 0
-    if not bool(kept.all()):
-        flat, bag = flat[kept], bag[kept]
     if not ids.is_cuda and flat.numel() and int(flat.max()) >= spec.rows:
         raise JobError(
             f"the table {spec.name} has rows={spec.rows}, and a sample has the id {int(flat.max())}; "
             f"rows={int(flat.max()) + 1} would work"
         )
     return Bags(spec.name, flat, bag, count, spec.pooling == "mean"), tuple(shape)
+
+
+def without_missing(features: Sequence[Bags]) -> list[Bags]:
+    """The features without ids of -1. One check for all of them: a GPU waits for it."""
+    kept = [f.ids >= 0 for f in features]
+    if bool(torch.cat(kept).all()):
+        return list(features)
+    return [replace(f, ids=f.ids[k], bag=f.bag[k]) for f, k in zip(features, kept, strict=True)]
 
 
 def pool(weight: Tensor, ids: Tensor, bag: Tensor, count: int, mean: bool) -> Tensor:

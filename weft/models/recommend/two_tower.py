@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.models.recommend.dlrm import broadcast_candidates, mlp
+from weft.models.recommend.dlrm import broadcast_candidates, dense_input, mlp
 from weft.models.recommend.tables import EmbeddingTables
 
 
@@ -35,8 +35,7 @@ class TwoTower(nn.Module):
         vectors = self.tables(ids)
         users = [vectors[f] for f in self.features["user"]]
         if self.dense_features:
-            assert dense is not None, "the samples have no dense features"
-            users.append(dense.to(users[0].dtype))
+            users.append(dense_input(dense, self.dense_features))
         user = self.user(torch.cat(broadcast_candidates(users), dim=-1))
         item = self.item(torch.cat(broadcast_candidates([vectors[f] for f in self.features["item"]]), dim=-1))
         user, item = broadcast_candidates([user, item])

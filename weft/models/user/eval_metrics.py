@@ -17,6 +17,8 @@ from weft.job.schema import Model
 from weft.models.user.named_losses import IGNORED, Batch, main_output, named_output, named_target
 from weft.models.user.sample_tree import unflatten
 
+HIT_RATE_AT = 10
+"""A hit is a right candidate among so many with the highest scores."""
 MAX_ORDER = 4
 """Longest n-grams of BLEU."""
 
@@ -49,6 +51,14 @@ def _accuracy(outputs: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
     return _hits(outputs, targets, mask, 1)
 
 
+def _hit_rate(scores: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    """Samples whose right candidate has fewer than HIT_RATE_AT others with the same or a higher score, and all samples.
+    Targets are its number, or 1 for it and 0 for the others."""
+    right, counts = (targets.argmax(-1), mask.any(-1)) if targets.shape == scores.shape else (targets, mask)
+    ahead = (scores >= scores.gather(-1, right.unsqueeze(-1))).sum(-1) - 1
+    return torch.stack([((ahead < HIT_RATE_AT) & counts).sum(), counts.sum()])
+
+
 def _bleu_sums(outputs: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
     """Matching and all n-grams of each order, and the lengths of both texts (Papineni et al., 2002)."""
     found = outputs.argmax(-1) if outputs.dim() > targets.dim() else outputs
@@ -79,6 +89,7 @@ def _bleu(sums: Sequence[float]) -> float:
 METRICS: dict[str, Metric] = {
     "accuracy": Metric(2, _accuracy, _ratio),
     "top5": Metric(2, lambda outputs, targets, mask: _hits(outputs, targets, mask, 5), _ratio),
+    "hit_rate": Metric(2, _hit_rate, _ratio),
     "bleu": Metric(2 * MAX_ORDER + 2, _bleu_sums, _bleu),
 }
 """Metrics with sums. `perplexity` follows from the loss, `auc` from all scores, your own function from its values."""
@@ -108,6 +119,20 @@ class EvalMetrics:
     def plain(self) -> bool:
         """Whether the loss alone gives every figure."""
         return not self.losses and not set(self.names) - {"perplexity"}
+
+    @property
+    def size(self) -> int:
+        """Number of sums."""
+        own = sum(2 for name in self.names if ":" in name)
+        known = sum(METRICS[name].size * len(self.parts) for name in self.names if name in METRICS)
+        return 1 + 2 * len(self.losses) + own + known
+
+    def all_rows(self, device: torch.device) -> dict[str, Tensor]:
+        """The rows of each part's scores; empty on ranks without a pipeline's last stage."""
+        if "auc" not in self.names:
+            return {}
+        none = torch.zeros(0, 3, dtype=torch.float64, device=device)
+        return {part: torch.cat([none, *self.rows.get(part, ())]) for part in self.parts}
 
     def sums(self, losses: dict[str, Tensor], outputs: Any, batch: Batch) -> Tensor:
         """The sums of one batch: the loss, each of several losses, then each metric's."""
@@ -173,6 +198,11 @@ class EvalMetrics:
         return output.detach().float(), target, mask
 
     def _check_classes(self, name: str, output: Tensor, target: Tensor) -> None:
+        if name == "hit_rate" and output.dim() < 2:
+            raise JobError(
+                f"train.metrics=hit_rate ranks the scores of several candidates of a sample, and {self._label()} gave "
+                "one; yield items of shape [candidates] and a label for each, or leave it out"
+            )
         if (target.is_floating_point() and output.shape != target.shape) or output.dim() < target.dim():
             raise JobError(
                 f"train.metrics={name} compares outputs [..., classes] with integer targets, and {self._label()} gave "

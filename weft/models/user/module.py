@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from weft.comm.axis import Axis
 from weft.job.errors import JobError
 from weft.job.registry import find_object, listed
 from weft.job.schema import Model
@@ -20,6 +23,7 @@ from weft.models.vision.batch_norm import use_global_batch_norms
 def build_user_module(model: Model, seed: int) -> nn.Module:
     """The module that model.module names, with its own initial values."""
     assert model.module
+    name = model.module
     cls = find_object(model.module, "model.module")
     try:
         inspect.signature(cls).bind(**model.args)
@@ -33,11 +37,32 @@ def build_user_module(model: Model, seed: int) -> nn.Module:
     for part in module.modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag):
             part.sparse = False  # the same gradients, in tensors that can be summed over ranks
+    _freeze(module, model)
     if model.batch_norm == "all":
         module = use_global_batch_norms(module)
     # registered before FSDP2's hook, which looks for tensors in tuples and dicts only
-    module.register_forward_hook(lambda _, __, outputs: plain_outputs(outputs, str(model.module)))
+    module.register_forward_hook(lambda m, _, outputs: outputs if passes_on(m) else plain_outputs(outputs, name))
     return module
+
+
+def _freeze(module: nn.Module, model: Model) -> None:
+    """Stop training the weights that model.frozen names."""
+    names = dict(module.named_parameters(remove_duplicate=False))
+    for pattern in model.frozen:
+        found = [n for n in names if fnmatchcase(n, pattern) or n.startswith(f"{pattern}.")]
+        if not found:
+            parts = listed(dict.fromkeys(name.partition(".")[0] for name in names))
+            raise JobError(f"model.frozen={pattern} names no weight of {model.module}, which has {parts}")
+        for name in found:
+            names[name].requires_grad_(False)
+    if model.frozen and not any(p.requires_grad for p in names.values()):
+        raise JobError(f"model.frozen={listed(model.frozen)} leaves no weight of {model.module} to train")
+
+
+def passes_on(module: nn.Module) -> bool:
+    """Whether a module is a pipeline stage whose outputs another stage takes."""
+    stage = getattr(module, "stage", None)
+    return stage is not None and not stage.ends
 
 
 def plain_outputs(outputs: Any, module: str) -> Any:
@@ -59,18 +84,31 @@ def plain_outputs(outputs: Any, module: str) -> Any:
     return found
 
 
-def user_loss_sum(module: nn.Module, batch: Batch, model: Model, smoothing: float, dtype: torch.dtype) -> Tensor:
-    """The loss of a batch, summed over its valid targets."""
-    return losses_of(call_module(module, batch, model, dtype), batch, model, smoothing)["loss"]
+def user_loss_sum(
+    module: nn.Module, batch: Batch, model: Model, smoothing: float, dtype: torch.dtype, hidden: Any = None
+) -> Any:
+    """The loss of a batch, summed over its valid targets; the outputs of a stage that has none."""
+    outputs = call_module(module, batch, model, dtype, hidden)
+    if passes_on(module):
+        return outputs
+    return losses_of(outputs, batch, model, smoothing, sample_axes(module))["loss"]
 
 
-def call_module(module: nn.Module, batch: Batch, model: Model, dtype: torch.dtype) -> Any:
-    """The outputs of a module for a batch, in the compute dtype."""
+def sample_axes(module: nn.Module) -> Sequence[Axis]:
+    """The axes whose ranks have other samples of the same step, which parallelize() sets."""
+    found: Sequence[Axis] = getattr(module, "sample_axes", ())
+    return found
+
+
+def call_module(module: nn.Module, batch: Batch, model: Model, dtype: torch.dtype, hidden: Any = None) -> Any:
+    """The outputs of a module for a batch, in the compute dtype. A pipeline stage takes those of the stage before it
+    as `hidden`."""
     args, named = arguments(module, batch, model)
+    stage = getattr(module, "stage", None)
     mixed = dtype != torch.float32  # a user's module may mix dtypes
     with torch.autocast(batch["ids"].device.type, dtype=dtype if mixed else torch.bfloat16, enabled=mixed):
         try:
-            return module(*args, **named)
+            return module(*args, **named) if stage is None else stage.call(module, hidden, args, named)
         except IndexError as error:
             where = sample_numbers(batch)
             raise JobError(f"{model.module} raised {error} for the inputs of samples {where}") from error
@@ -79,7 +117,11 @@ def call_module(module: nn.Module, batch: Batch, model: Model, dtype: torch.dtyp
 def arguments(module: nn.Module, batch: Batch, model: Model) -> tuple[list[Any], dict[str, Any]]:
     """What a module takes of a batch: the inputs by position or, where samples are dicts, by the names of its
     parameters; beside them what it names of docs, positions and valid, and targets where it computes the loss."""
-    inputs, signature = unflatten(batch, "inputs"), inspect.signature(module.forward)
+    stage = getattr(module, "stage", None)
+    inputs, signature = (
+        unflatten(batch, "inputs"),
+        inspect.signature(module.forward) if stage is None else stage.signature,
+    )
     kinds = {name: p.kind for name, p in signature.parameters.items()}
     everything = inspect.Parameter.VAR_KEYWORD in kinds.values()
     named = {k: v for k, v in inputs.items() if k in kinds or everything} if isinstance(inputs, dict) else {}
@@ -110,9 +152,26 @@ def _marked_targets(batch: Batch) -> Any:
     return targets
 
 
-def without_padding(batch: Batch) -> Batch:
-    """The samples of a batch that are not padding (id -1); a batch of padding alone stays, and counts nothing."""
+def without_padding(batch: Batch, outputs: Any = None) -> tuple[Batch, Any]:
+    """The samples of a batch that are not padding (id -1), and outputs for these; a batch of padding alone stays, and
+    counts nothing."""
     real = batch["ids"] >= 0
     if bool(real.all()) or not bool(real.any()):
-        return batch
-    return {key: value[real] for key, value in batch.items()}
+        return batch, outputs
+
+    def kept(value: Any) -> Any:
+        whole = isinstance(value, Tensor) and value.dim() > 0 and len(value) == len(real)
+        return value[real] if whole else value
+
+    if isinstance(outputs, dict):
+        outputs = {key: kept(value) for key, value in outputs.items()}
+    elif isinstance(outputs, tuple):
+        outputs = tuple(kept(value) for value in outputs)
+    return {key: value[real] for key, value in batch.items()}, kept(outputs)
+
+
+def given_parameters(module: nn.Module, sample: dict[str, Any], model: Model) -> list[str]:
+    """The parameters of a module's forward that samples such as this one have."""
+    batch = {key: torch.as_tensor(value).unsqueeze(0) for key, value in sample.items()}
+    args, named = arguments(module, batch, model)
+    return list(inspect.signature(module.forward).bind(*args, **named).arguments)

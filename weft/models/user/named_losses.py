@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.comm.axis import Axis
 from weft.job.errors import JobError
 from weft.job.model import NamedLoss
 from weft.job.registry import find_object, listed
 from weft.job.schema import Model
+from weft.models.user.contrastive import contrastive_losses
 from weft.models.user.sample_tree import unflatten
 
 Batch = dict[str, Tensor]
 
 
-def losses_of(outputs: Any, batch: Batch, model: Model, smoothing: float = 0.0) -> dict[str, Tensor]:
-    """The losses of a batch, each summed over its valid targets: `loss`, and each of several by its name."""
+def losses_of(
+    outputs: Any, batch: Batch, model: Model, smoothing: float = 0.0, axes: Sequence[Axis] = ()
+) -> dict[str, Tensor]:
+    """The losses of a batch, each summed over its valid targets: `loss`, and each of several by its name. `axes` are
+    those over which a contrastive loss compares samples."""
+    if model.loss == "contrastive":
+        valid = batch["valid"].flatten(1).any(1) if batch["valid"].dim() > 1 else batch["valid"]
+        return {"loss": _sum(contrastive_losses(outputs, valid, axes, str(model.module)), batch["valid"], model)}
     if isinstance(model.loss, str):
         return {"loss": _sum(_single_loss(outputs, batch, model, smoothing), batch["valid"], model)}
     found = {name: _one_of_several(name, loss, outputs, batch, model, smoothing) for name, loss in model.loss.items()}

@@ -260,8 +260,12 @@ def split_context(context: Context, modules: list[tuple[str, nn.Module]]) -> Non
         inside = (info.rows < info.length).view(1, -1, 1)
         return (sum_up((x * inside).sum(1, dtype=torch.float32), context.axis) / info.length).to(x.dtype)
 
+    def first(x: Tensor, info: TokenInfo | None) -> Tensor:
+        assert info is not None
+        return sum_up((x * (info.rows == 0).view(1, -1, 1)).sum(1), context.axis)
+
     for _, module in modules:
         if isinstance(module, Attention):
             module.core = context
         elif isinstance(module, Head):
-            module.mean = mean
+            module.mean, module.first = mean, first

@@ -62,7 +62,7 @@ class SequenceSplit:
         rows = self.rows(length).to(inputs.device, non_blocking=True)
         inside = rows.clamp(max=length - 1)
         out = {**batch, "rows": rows, "length": torch.tensor(length), "positions": inside}
-        for key in ("inputs", "targets", "positions"):
+        for key in ("inputs", "targets", "positions", "types"):
             if key in batch and batch[key].dim() > 1:
                 out[key] = batch[key].index_select(1, inside)
         if batch["valid"].dim() > 1:

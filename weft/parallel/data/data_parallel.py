@@ -88,6 +88,8 @@ class Replicas:
         self.compute_params: dict[str, Tensor] = dict(self.weights) if self.mixed else {}
         self.split = False
         """Whether the compute weights are part of the master weights (memory/split_master.py)."""
+        self.local_squares: list[Tensor] = []
+        """Square norms of this rank's own gradients, bucket by bucket, before they are summed over the replicas."""
         self.buckets: list[Bucket] = []
         self.works: list[Pending] = []
         self.sent = 0
@@ -164,6 +166,8 @@ class Replicas:
                 return
             self.sent += 1
             bucket.clear_stale()
+            if self.axis is not None and self.axis.name == "dp_replicate":
+                self.local_squares.append(torch.linalg.vector_norm(bucket.flat).square())
             if bucket.start is not None:
                 self.works.append(bucket.start(bucket.flat))
 

@@ -7,7 +7,7 @@ and dp_shard and replicated over dp_replicate.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,10 @@ from weft.comm.shards import local_of
 from weft.parallel.data.compression import Compressor
 from weft.parallel.data.data_parallel import nothing
 from weft.parallel.expert.load import ExpertLoad
+from weft.parallel.pipeline.boundary import Boundary, Layout, message_layout, pack, unpack
 from weft.parallel.pipeline.messages import Message, StageLinks, Transfer, sent_by, transfers_of
 from weft.parallel.pipeline.split_backward import WeightPart, backward_input, backward_weights
+from weft.parallel.pipeline.stage_boundaries import StageBoundaries, check_boundary
 from weft.parallel.spread_model import Batch, LossOf, SpreadModel
 from weft.planner.schedules.actions import Action, Schedule
 
@@ -53,18 +55,22 @@ class Pipelined:
     def __init__(
         self, stages: dict[int, SpreadModel], schedule: Schedule, axis: Axis, device: torch.device, dtype: torch.dtype,
         sequence_cut: int, load: ExpertLoad, at_once: frozenset[int] = frozenset(),
+        ties: dict[str, tuple[int, int]] | None = None,
     ):  # fmt: skip
-        """`at_once` are the stages with recomputed blocks. A backward pass through a block recomputes it, so the
-        gradients of inputs and weights are computed together, and the schedule's W has nothing to do."""
+        """`ties` are the weights that two stages share, by name. `at_once` are the stages with recomputed blocks. A
+        backward pass through a block recomputes it, so the gradients of inputs and weights are computed together, and
+        the schedule's W has nothing to do."""
         self.at_once, self.load = at_once, load
-        self.stages, self.schedule, self.axis, self.sequence_cut = stages, schedule, axis, sequence_cut
+        self.stages, self.schedule, self.axis = stages, schedule, axis
         self.device = device
-        self.links = StageLinks(axis, device, dtype)
+        self.links = StageLinks(axis, device)
+        self.boundaries = StageBoundaries(stages, schedule, self.links, sequence_cut, dtype)
         self.transfers = transfers_of(schedule, axis.rank)
         self.evaluation: dict[int, tuple[Schedule, tuple[Transfer, ...]]] = {}
         """By the number of batches: the schedule of an evaluation and its transfers."""
         self.spans = ActionTimes(device)
         self.last = schedule.stages - 1
+        self.ties = ties or {}
         self.master_params: dict[str, Tensor] = {}
         self.compute_params: dict[str, Tensor] = {}
         self.twins: dict[str, Tensor] = {}
@@ -128,7 +134,7 @@ class Pipelined:
         step = _Step(self, batches, loss_of, scale)
         actions = self.schedule.actions[self.axis.rank]
         final = {a.stage: i for i, a in enumerate(actions) if a.kind in ("B", "W")}
-        self.links.begin(self.transfers, step.shape)
+        self.links.begin(self.transfers, step.layout)
         for stage in self.parts:
             stage.begin(scale)
             stage.data.begin_pipeline(self.splits)
@@ -148,7 +154,7 @@ class Pipelined:
             stage.module.eval()
         schedule, transfers = self._forward_only(len(batches))
         step = _Step(self, batches, loss_of, 1.0)
-        self.links.begin(transfers, step.shape)
+        self.links.begin(transfers, step.layout)
         for action in schedule.actions[self.axis.rank]:
             step.do(action, last=False)
             step.held.clear()
@@ -195,19 +201,14 @@ class Pipelined:
             stage.refresh()
 
     def _sum_tied(self) -> None:
-        """A weight that the first and the last stage share gets the sum of their gradients, wherever it is updated."""
-        owner, copy = self.schedule.rank_of[0], self.schedule.rank_of[self.last]
+        """A weight that two stages share gets the sum of their gradients, wherever it is updated."""
         for name, twin in self.twins.items():
             _grad(self.master_params[name]).add_(_grad(twin))
-        if owner != copy and self.axis.rank in (owner, copy):
-            for name in sorted(set(self.tied) & self.master_params.keys()):
+        for name, (first, second) in sorted(self.ties.items()):
+            owner, copy = self.schedule.rank_of[first], self.schedule.rank_of[second]
+            if owner != copy and self.axis.rank in (owner, copy) and name in self.master_params:
                 grad = _grad(self.master_params[name])
                 grad += self.links.exchange(copy if self.axis.rank == owner else owner, grad).view_as(grad)
-
-    @property
-    def tied(self) -> list[str]:
-        module = self.parts[0].module
-        return list(getattr(module, "aliases", {}).values())
 
 
 def _grad(master: Tensor) -> Tensor:
@@ -221,74 +222,91 @@ class _Step:
     def __init__(self, pipeline: Pipelined, batches: list[Batch], loss_of: LossOf, scale: float):
         self.p, self.batches, self.loss_of, self.scale = pipeline, batches, loss_of, scale
         self.total = torch.zeros((), device=pipeline.device)
-        self.held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
-        """Input and output of a stage for a microbatch, between its forward and its backward."""
+        self.held: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
+        """Inputs and outputs of a stage that have gradients, for a microbatch, between its forward and its backward."""
         self.later: dict[tuple[int, int], list[WeightPart]] = {}
         """The weights whose gradients are still to be computed."""
+        self.boundaries = [pipeline.boundaries.of(batch, loss_of) for batch in batches]
 
-    def shape(self, message: Message) -> tuple[int, ...]:
-        module: Any = self.p.parts[0].module
-        shape: tuple[int, ...] = module.hidden_shape(self.batches[message.microbatch]["inputs"], self.p.sequence_cut)
-        return shape
+    def layouts(self, message: Message) -> tuple[Layout, ...]:
+        """The tensors of a message: activations for a stage, or the gradients of what a stage gave."""
+        boundaries = self.boundaries[message.microbatch]
+        return boundaries[message.to - 1].tensors if message.kind == "F" else boundaries[message.to].trained
+
+    def layout(self, message: Message) -> Layout:
+        return message_layout(self.layouts(message))
 
     def do(self, action: Action, last: bool) -> None:
         kinds = {"F": self._forward, "B": self._backward, "I": self._input, "W": self._weights}
         with self.p.axis.meter.range(f"weft.stage {action.stage} {action.kind} {action.microbatch}"):
             kinds[action.kind](action, last)
 
-    def _receive(self, action: Action, kind: str, source_stage: int) -> Tensor:
+    def _receive(self, action: Action, kind: str, source_stage: int) -> list[Tensor]:
         p = self.p
         began = p.spans.now()
-        tensor = p.links.receive(Message(kind, action.stage, action.microbatch), p.schedule.rank_of[source_stage])
+        message = Message(kind, action.stage, action.microbatch)
+        tensor = p.links.receive(message, p.schedule.rank_of[source_stage])
         p.spans.add("recv", action.stage, action.microbatch, began)
-        return tensor
+        return unpack(tensor, self.layouts(message))
 
-    def _send(self, action: Action, tensor: Tensor) -> None:
+    def _send(self, action: Action, tensors: Sequence[Tensor]) -> None:
         message = sent_by(action, self.p.schedule)
         assert message is not None
-        self.p.links.send(message, self.p.schedule.rank_of[message.to], tensor)
+        self.p.links.send(message, self.p.schedule.rank_of[message.to], pack(tensors))
 
     def _forward(self, action: Action, last: bool) -> None:
         p, (_, stage, m) = self.p, action
-        hidden = None
+        trained, hidden = [], None
         if stage > 0:
-            hidden = self._receive(action, "F", stage - 1).detach().requires_grad_(torch.is_grad_enabled())
+            received = [t.detach() for t in self._receive(action, "F", stage - 1)]
+            trained = [t.requires_grad_(torch.is_grad_enabled()) for t in received if t.is_floating_point()]
+            hidden = self.boundaries[m][stage - 1].value(received)
         began = p.spans.now()
         out = self.loss_of(p.stages[stage].module, self.batches[m], hidden)
         if stage == p.last:
-            self.total += out.detach()
-            out = out * self.scale
+            self.total = self.total + out.detach()
+            self.held[stage, m] = (trained, [out * self.scale])
         else:
-            self._send(action, out.detach())
-        self.held[stage, m] = (hidden, out)
+            found, tensors = Boundary.of(out)
+            check_boundary(self.boundaries[m][stage], found, stage)
+            self._send(action, [t.detach() for t in tensors])
+            self.held[stage, m] = (trained, [t for t in tensors if t.is_floating_point()])
         p.spans.add("F", stage, m, began)
 
-    def _grad_of_output(self, action: Action) -> Tensor | None:
-        return None if action.stage == self.p.last else self._receive(action, "B", action.stage + 1)
+    def _outputs(self, action: Action) -> tuple[list[Tensor], list[Tensor], list[Tensor | None]]:
+        """What a backward pass begins with: the stage's inputs, its outputs and their gradients."""
+        grads: Sequence[Tensor | None] = [None]
+        if action.stage != self.p.last:
+            grads = self._receive(action, "B", action.stage + 1)
+        hidden, outs = self.held.pop((action.stage, action.microbatch))
+        pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
+        return hidden, [out for out, _ in pairs], [grad for _, grad in pairs]
 
     def _backward(self, action: Action, last: bool) -> None:
         p, (_, stage, m) = self.p, action
-        grad = self._grad_of_output(action)
+        hidden, outs, grads = self._outputs(action)
         began = p.spans.now()
-        hidden, out = self.held.pop((stage, m))
         p.stages[stage].data.microbatch(last and not p.splits)
-        torch.autograd.backward(out, grad)
-        if hidden is not None:
-            assert hidden.grad is not None
-            self._send(action, hidden.grad)
+        if outs:
+            torch.autograd.backward(outs, grads)
+        if stage > 0:
+            self._send(action, [torch.zeros_like(h) if h.grad is None else h.grad for h in hidden])
         p.spans.add(action.kind, stage, m, began)
 
     def _input(self, action: Action, last: bool) -> None:
         p, (_, stage, m) = self.p, action
         if stage in p.at_once:
             return self._backward(action, last)
-        grad = self._grad_of_output(action)
+        hidden, outs, grads = self._outputs(action)
         began = p.spans.now()
-        hidden, out = self.held.pop((stage, m))
         p.stages[stage].data.microbatch(False)
-        found, self.later[stage, m] = backward_input(out, grad, hidden, p.stages[stage].module.parameters())
-        if found is not None:
-            self._send(action, found)
+        found: list[Tensor | None] = [None] * len(hidden)
+        self.later[stage, m] = []
+        if outs:
+            found, self.later[stage, m] = backward_input(outs, grads, hidden, p.stages[stage].module.parameters())
+        if stage > 0:
+            pairs = zip(hidden, found, strict=True)
+            self._send(action, [torch.zeros_like(h) if grad is None else grad for h, grad in pairs])
         p.stages[stage].data.collect()
         p.spans.add("I", stage, m, began)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from weft.comm.axis import Axis
 from weft.comm.point_to_point_internals import batch_isend_irecv
+from weft.parallel.pipeline.boundary import Layout
 from weft.planner.engine_constants import PREFETCHED_MESSAGES
 from weft.planner.schedules.actions import Action, Schedule
 from weft.planner.schedules.simulate import equal_costs, simulate
@@ -75,16 +76,16 @@ class StageLinks:
     PREFETCHED_MESSAGES from one rank.
     """
 
-    def __init__(self, axis: Axis, device: torch.device, dtype: torch.dtype):
-        self.axis, self.device, self.dtype = axis, device, dtype
+    def __init__(self, axis: Axis, device: torch.device):
+        self.axis, self.device = axis, device
         # Gloo cannot send from GPU memory: there messages pass through the host
         self.host = device.type == "cuda" and dist.get_backend(axis.group) == "gloo"
         self.keep_sent = True
         """Whether tensors stay alive until they were sent; a dry run of NCCL sets this to false."""
 
-    def begin(self, transfers: Sequence[Transfer], shape: Callable[[Message], tuple[int, ...]]) -> None:
-        """Start a step with these transfers; `shape` gives the shape of a message."""
-        self.transfers, self.shape = transfers, shape
+    def begin(self, transfers: Sequence[Transfer], layout: Callable[[Message], Layout]) -> None:
+        """Start a step with these transfers; `layout` gives the shape and dtype of a message."""
+        self.transfers, self.layout = transfers, layout
         self.issued = 0
         self.under_way: Counter[int] = Counter()
         self.posted: dict[Message, tuple[list[dist.Work], Tensor]] = {}
@@ -142,6 +143,20 @@ class StageLinks:
                 work.wait()
         return theirs.to(self.device)
 
+    def send_alone(self, target: int, tensor: Tensor) -> None:
+        """Send a tensor outside of a schedule and wait until it was received."""
+        mine = (tensor.cpu() if self.host else tensor.to(self.device)).contiguous()
+        for work in batch_isend_irecv([self._op(dist.isend, mine, target)]):
+            work.wait()
+
+    def receive_alone(self, source: int, layout: Layout) -> Tensor:
+        """Receive what the source sends with send_alone()."""
+        shape, dtype = layout
+        theirs = torch.empty(shape, dtype=dtype, device=torch.device("cpu") if self.host else self.device)
+        for work in batch_isend_irecv([self._op(dist.irecv, theirs, source)]):
+            work.wait()
+        return theirs.to(self.device)
+
     def _next(self) -> Transfer | None:
         return self.transfers[self.issued] if self.issued < len(self.transfers) else None
 
@@ -155,7 +170,8 @@ class StageLinks:
         if transfer is None or transfer.target != self.axis.rank:
             raise RuntimeError(f"{wanted} comes before {transfer}: this is not the order of the schedule")
         where = torch.device("cpu") if self.host else self.device
-        buffer = torch.empty(self.shape(transfer.message), dtype=self.dtype, device=where)
+        shape, dtype = self.layout(transfer.message)
+        buffer = torch.empty(shape, dtype=dtype, device=where)
         self.posted[transfer.message] = (self._issue(dist.irecv, buffer, transfer.source), buffer)
         self.under_way[transfer.source] += 1
 

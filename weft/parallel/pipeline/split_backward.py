@@ -2,13 +2,13 @@
 
 A weight's gradient is left for later where one node of the graph needs it besides the gradient of the input: the node
 runs again with the gradient it was given, and computes only what belongs to the weight. Other weights get theirs
-at once: those used at several places, and those of a custom autograd.Function, which computes all its gradients
-together (a product in fp8, an exchange between experts, a compiled block).
+at once: those used at several places or for an output of their own, and those of a custom autograd.Function, which
+computes all its gradients together (a product in fp8, an exchange between experts, a compiled block).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,10 +32,9 @@ class WeightPart:
         self.grads = grads
 
 
-def consumers_of(out: Tensor) -> Consumers:
-    root = get_gradient_edge(out).node
-    found: Consumers = {root: []}
-    todo = [root]
+def consumers_of(outs: Sequence[Tensor]) -> Consumers:
+    todo = list(dict.fromkeys(get_gradient_edge(out).node for out in outs))
+    found: Consumers = {root: [] for root in todo}
     while todo:
         node = todo.pop()
         for used, _ in node.next_functions:
@@ -62,40 +61,45 @@ def _reaching(end: Node, graph: Consumers, stop: frozenset[Node] = frozenset()) 
 
 
 def backward_input(
-    out: Tensor, grad: Tensor | None, hidden: Tensor | None, weights: Iterable[nn.Parameter]
-) -> tuple[Tensor | None, list[WeightPart]]:
-    """The gradient of `hidden`, and what backward_weights() needs for the rest.
+    outs: list[Tensor], grads: Sequence[Tensor | None], hidden: Sequence[Tensor], weights: Iterable[nn.Parameter]
+) -> tuple[list[Tensor | None], list[WeightPart]]:
+    """The gradients of `hidden`, and what backward_weights() needs for the rest. `outs` is emptied, which frees the
+    graph between the outputs and the nodes that run again.
 
     Without a `hidden` (tokens have no gradient) the pass ends at the stage's first weight.
     """
-    graph = consumers_of(out)
+    graph = consumers_of(outs)
     edges = {w: get_gradient_edge(w) for w in weights if w.requires_grad}
     used = [w for w, edge in edges.items() if edge.node in graph]
-    end = edges[used[0]] if hidden is None else get_gradient_edge(hidden)
-    between = frozenset(_reaching(end.node, graph)[0])
+    ends = [get_gradient_edge(h) for h in hidden]
+    reached = [end for end in ends if end.node in graph]
+    first = used[:1] if not reached else []
+    stops = reached or [edges[w] for w in first]
+    between = frozenset(node for stop in stops for node in _reaching(stop.node, graph)[0])
+    roots = {get_gradient_edge(out).node for out in outs}
     at_once: list[nn.Parameter] = []
     parts: dict[Node, WeightPart] = {}
-    for weight in used[hidden is None :]:
-        _, met = _reaching(edges[weight].node, graph, between)
-        node = next(iter(met))
-        if len(met) > 1 or isinstance(node, BackwardCFunction):
+    for weight in used[len(first) :]:
+        passed, met = _reaching(edges[weight].node, graph, between)
+        node = next(iter(met), None)
+        if node is None or len(met) > 1 or isinstance(node, BackwardCFunction) or roots & passed:
             at_once.append(weight)
         else:
             parts.setdefault(node, WeightPart(node)).weights.append(weight)
     handles = [part.node.register_prehook(part.record) for part in parts.values()]
     try:
-        wanted = [end, *(edges[w] for w in at_once)]
-        found = torch.autograd.grad([out], wanted, None if grad is None else [grad], retain_graph=bool(parts))
+        wanted = [*stops, *(edges[w] for w in at_once)]
+        given = None if grads[0] is None else grads
+        found = torch.autograd.grad(outs, wanted, given, retain_graph=bool(parts), allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()
-    out.detach_()  # frees the graph between the output and the nodes that run again
-    for weight, value in zip(at_once, found[1:], strict=True):
-        _accumulate(weight, value)
-    if hidden is None:
-        _accumulate(used[0], found[0])
-        return None, list(parts.values())
-    return found[0], list(parts.values())
+    outs.clear()
+    for weight, value in zip([*first, *at_once], found[len(reached) :], strict=True):
+        if value is not None:
+            _accumulate(weight, value)
+    by_node = dict(zip((end.node for end in reached), found, strict=False))
+    return [by_node.get(end.node) for end in ends], list(parts.values())
 
 
 def backward_weights(parts: list[WeightPart]) -> None:

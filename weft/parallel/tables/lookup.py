@@ -53,7 +53,9 @@ class GroupLookup:
 
     def inverse(self) -> Tensor:
         """[ids]; the number of each id's key among the distinct ones."""
-        numbers = torch.arange(len(self.counts), device=self.counts.device).repeat_interleave(self.counts)
+        numbers = torch.arange(len(self.counts), device=self.counts.device).repeat_interleave(
+            self.counts, output_size=len(self.order)
+        )
         return torch.empty_like(self.order).index_copy_(0, self.order, numbers)
 
     def pooled(self, weight: Tensor, at: Tensor) -> Tensor:
@@ -129,9 +131,13 @@ def make_lookups(groups: Sequence[StoredGroup], features: Sequence[Bags]) -> tup
         own = [features[i] for i in inside]
         firsts = [sum(f.count for f in own[:i]) for i in range(len(own))]
         weights = torch.cat([_weights(f) for f in own]) if any(f.mean for f in own) else None
-        keys = torch.cat([f.ids + group.layout.bases[f.table] for f in own])
+        total = sum(f.count for f in own)
+        if all(len(f.ids) == f.count == own[0].count for f in own):  # one id each, unless some bags are empty
+            keys = (torch.stack([f.ids for f in own]) + group.base_of(tuple(f.table for f in own))).view(-1)
+        else:
+            keys = torch.cat([f.ids + group.layout.bases[f.table] for f in own])
         bag = torch.cat([f.bag + first for f, first in zip(own, firsts, strict=True)])
-        found.append(GroupLookup(group, keys, bag, sum(f.count for f in own), weights))
+        found.append(GroupLookup(group, keys, bag, total, weights))
         members.append(inside)
     return found, members
 

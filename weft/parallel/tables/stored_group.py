@@ -10,13 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.comm.axis import Axis
-from weft.models.recommend.initial_rows import initial_rows
+from weft.models.recommend.initial_rows import initial_rows, table_key
 from weft.parallel.tables.row_optimizers import ROW_OPTIMIZERS, RowUpdate, update_rows
-from weft.parallel.tables.row_storage import CachedRows, DeviceRows, Values
+from weft.parallel.tables.row_storage import CachedRows, DeviceRows, Values, fill_rows
 from weft.parallel.tables.table_layout import TableGroup
-
-INIT_CHUNK = 1 << 22
-"""Values that are initialised at once."""
 
 
 class StoredGroup:
@@ -38,33 +35,44 @@ class StoredGroup:
         on_host = layout.first.home == "host"
         home = torch.device("cpu") if on_host else device
         rows = layout.rows(rank)
-        values = {"weight": torch.empty(rows, self.width, device=home)}
+        values = {"weight": torch.empty(rows, self.width, device=home)}  # pages of host memory are taken when written
         values |= {name: torch.zeros(rows, self.width, device=home) for name in self.optimizer.full}
         values |= {name: torch.zeros(rows, device=home) for name in self.optimizer.per_row}
-        self._initialise(values["weight"], seed, left)
-        self.storage: DeviceRows = DeviceRows(values)
+        held = [t for t in layout.tables if t.boxes[rank].rows]
+        numbers = [[self.first[t.spec.name], t.boxes[rank].first, table_key(seed, t.spec.name)] for t in held]
+        self.numbers = torch.tensor(numbers, dtype=torch.long, device=device).view(len(held), 3)
+        """Of each table on this rank: its place in the storage, its first row there, and its key."""
+        self.bounds = torch.tensor([t.spec.init for t in held], device=device)
+        self.storage: DeviceRows
         if on_host:
-            cache = sum(t.cache_rows or 0 for t in layout.tables if t.boxes[rank].rows)
-            self.storage = CachedRows(values, min(rows, cache), device)
+            cache = sum(t.cache_rows or 0 for t in held)
+            self.storage = CachedRows(values, min(rows, cache), device, self.initial)
+        else:
+            fill_rows(values["weight"], self.initial, device)
+            self.storage = DeviceRows(values)
         self.resident = None if on_host else values["weight"]
         """The weights, where every row is on the device."""
         starts, owners, places = zip(*layout.segments(), strict=True) if layout.spread == "owned" else ((), (), ())
         self.starts, self.owners, self.places = (torch.tensor(x, device=device) for x in (starts, owners, places))
+        self._bases: dict[tuple[str, ...], Tensor] = {}
         self.collected: list[tuple[Tensor, Tensor]] = []
         self.rows = torch.empty(0, dtype=torch.long, device=device)
         """Rows with a gradient, rising, after finish()."""
         self.grad = torch.empty(0, self.width, device=device)
 
-    @torch.no_grad()
-    def _initialise(self, weight: Tensor, seed: int, left: int) -> None:
-        for table in self.layout.tables:
-            box, start, spec = table.boxes[self.rank], self.first[table.spec.name], table.spec
-            step = max(1, INIT_CHUNK // max(1, self.width))
-            for row in range(0, box.rows, step):
-                end = min(box.rows, row + step)
-                numbers = torch.arange(box.first + row, box.first + end, device=weight.device)
-                part = weight[start + row : start + end]
-                part.copy_(initial_rows(seed, spec.name, numbers, spec.dim, left, left + self.width, spec.init))
+    def initial(self, places: Tensor) -> Tensor:
+        """The initial weights of the rows at some places of the storage."""
+        table = torch.searchsorted(self.numbers[:, 0].contiguous(), places, right=True) - 1
+        start, first, key = self.numbers[table].unbind(-1)
+        columns = self.layout.columns(self.rank)
+        return initial_rows(key, places - start + first, self.bounds[table], self.layout.dim, *columns)
+
+    def base_of(self, tables: tuple[str, ...]) -> Tensor:
+        """The keys of the first rows of some tables, [tables, 1]."""
+        if tables not in self._bases:
+            bases = [[self.layout.bases[name]] for name in tables]
+            self._bases[tables] = torch.tensor(bases, device=self.device)
+        return self._bases[tables]
 
     def collect(self, rows: Tensor, grad: Tensor) -> None:
         """Take gradients of some rows, of one backward pass."""
@@ -95,7 +103,8 @@ class StoredGroup:
     def squares(self) -> Tensor:
         """The sum of squares of the gradients that this rank adds to the norm."""
         counts = self.layout.spread != "replicate" or self.rank == 0
-        return self.grad.double().square().sum() if counts else self.grad.new_zeros((), dtype=torch.float64)
+        norm = torch.linalg.vector_norm(self.grad if counts else self.grad[:0], dtype=torch.float64)
+        return norm.square()
 
     def mean_square(self, x: Tensor) -> Tensor:
         """The mean of squares of whole rows; columns on other ranks are added."""

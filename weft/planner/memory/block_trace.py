@@ -209,7 +209,7 @@ def head_bytes(m: Model, z: Sizes, vocab: Size, targets: Size, device: str) -> t
     kept, forward = tape.live - x, tape.peak - x
     start = tape.peak = tape.live
     tape.drop("dw")  # from here on it counts as a gradient
-    if m.is_classifier:
+    if m.labels_samples:
         tape.drop("dx")
         tape.take(dx=z.tokens * z.dim * z.c)
     out_of_region_backward(tape, z, "dx")

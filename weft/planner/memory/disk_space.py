@@ -10,6 +10,7 @@ from pathlib import Path
 from weft.job.errors import FitError
 from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job
+from weft.job.store_path import StorePath, as_path
 from weft.planner.model.counts import count_parameters
 from weft.planner.plan import Plan
 
@@ -44,18 +45,22 @@ def checkpoint_gib(job: Job) -> float | None:
 
 
 def check_checkpoint_space(job: Job, plan: Plan) -> None:
-    """Refuse a job whose checkpoint the disk of runs_dir cannot hold, beside states on the same disk."""
+    """Refuse a job whose checkpoint the disk cannot hold, beside states on the same disk."""
     size = checkpoint_gib(job)
     if size is None or job.cluster.nodes > 1:
         return
-    free, states = free_gib(job.runs_dir), 0.0
-    if plan.disk and _device(plan.disk) == _device(job.runs_dir):
+    folder = as_path(job.checkpoint.to or job.runs_dir)
+    if isinstance(folder, StorePath):
+        return
+    field = "checkpoint.to" if job.checkpoint.to else "runs_dir"
+    free, states = free_gib(folder), 0.0
+    if plan.disk and _device(plan.disk) == _device(folder):
         states = plan.world * sum(row["gib"] for row in plan.homes if row["home"] == "disk")
     if size + states > free:
         beside = f" besides {states:.2f} GiB of states (memory.disk={plan.disk})" if states else ""
         raise FitError(
-            f"a checkpoint of {size:.2f} GiB does not fit{beside}: the disk of runs_dir={job.runs_dir} has {free:.2f} "
-            "GiB free; free the space, or set runs_dir to a folder on a larger disk"
+            f"a checkpoint of {size:.2f} GiB does not fit{beside}: the disk of {field}={folder} has {free:.2f} "
+            f"GiB free; free the space, or set {field} to a folder on a larger disk"
         )
 
 

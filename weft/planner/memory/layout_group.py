@@ -281,6 +281,8 @@ class LayoutGroup:
             return size * (8.0 + 2 * FP32_BYTES * (model.dim or 0) + 1)
         if model.is_classifier:
             return size * (8.0 + FP32_BYTES * seq * model.patch_dim + 8 + 1)
+        if model.labels_samples:
+            return size * (8.0 + seq * 8 + 8 + 1)
         return size * (8.0 + seq * (8 + 8 + 1 + (16 if self.job.data.separates_documents else 0)))
 
     def _neighbours(self) -> Size:

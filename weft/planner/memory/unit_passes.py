@@ -130,8 +130,8 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
         per_microbatch = per_microbatch + layouts.microbatch * float(seq) * seq
         mask = layouts.microbatch * float(seq) * seq * z.c
         dense, routed = _masked(dense, mask), _masked(routed, mask) if routed else None
-    vocab = np.ceil((m.vocab or 0) / layouts.tp)
-    targets = layouts.microbatch * 1.0 if m.is_classifier else z.tokens
+    vocab = np.ceil(m.outputs / layouts.tp)
+    targets = layouts.microbatch * 1.0 if m.labels_samples else z.tokens
     end, head_grad = head_bytes(m, z, vocab, targets, memory.device)
     if flags["compiled"] and mix is None:
         end = _compiled_head(job, z, vocab)

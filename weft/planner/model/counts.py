@@ -66,11 +66,21 @@ def flops_per_token(model: Model, seq_len: int) -> float | None:
     counts = count_parameters(model)
     if counts is None:
         return None
-    dim, layers, vocab = model.dim or 0, model.layers or 0, 0 if model.is_stack else model.vocab or 0
-    matmuls = counts.first * counts.firsts + (counts.block - counts.idle) * counts.blocks + vocab * dim
+    layers = model.layers or 0
+    matmuls = counts.first * counts.firsts + (counts.block - counts.idle) * counts.blocks + _head(model, seq_len)
     if model.lora is not None:  # frozen weights get no gradient
         return 4.0 * matmuls + 2.0 * count_trained(model) + layers * _attention(model, seq_len)
     return 6.0 * matmuls + layers * _attention(model, seq_len)
+
+
+def _head(model: Model, seq_len: int) -> float:
+    """Multiplied weights a token after the blocks."""
+    dim = model.dim or 0
+    if model.is_stack:
+        return 0.0
+    if model.classes:  # of one token a sample: the pooler and the labels
+        return dim * (dim + model.classes) / seq_len
+    return float((model.vocab or 0) * dim + (dim * dim if model.is_encoder else 0))
 
 
 def _attention(model: Model, seq_len: int) -> float:
@@ -93,7 +103,7 @@ def part_costs(model: Model, seq_len: int) -> list[float]:
     lookup = (
         6.0 * model.patch_dim * dim if model.is_classifier else 6.0 * dim
     )  # rows are read and added to, not multiplied
-    head = 6.0 * (model.vocab or 0) * dim / (seq_len if model.is_classifier else 1)
+    head = 6.0 * _head(model, seq_len) / (seq_len if model.is_classifier else 1)
     return [lookup, *blocks, head]
 
 

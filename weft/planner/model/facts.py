@@ -50,7 +50,11 @@ class ModelFacts:
     embedding_rows: Size = 0
     """Rows of the embedding: the vocabulary, or an image patch's values and a bias."""
     head_share: Size = 1.0
-    """Share of tokens that the head multiplies: 1 for text, one a sequence for images."""
+    """Share of tokens that the head multiplies: 1 for text, one a sequence for images and labels."""
+    around_blocks: Size = 0
+    """Parameters outside the blocks besides the embedding, positions, last norm and head matrix."""
+    head_square: Size = 0
+    """Square matrices of the head: 1 for BERT."""
     head_low: Size = 0
     """1 where the head multiplies in fp8 as the blocks do."""
     experts: Size = 0
@@ -150,7 +154,7 @@ class ModelFacts:
 
     @property
     def head(self) -> Size:
-        return self.norm + self.vocab * self.dim * (1 - self.tied)
+        return self.norm + self.vocab * self.dim * (1 - self.tied) + self.around_blocks
 
     @property
     def parameters(self) -> Size:
@@ -167,9 +171,12 @@ class ModelFacts:
         """Training FLOPs a token, forward and backward; by default causal attention is counted once."""
         seen = np.where(np.asarray(self.causal) > 0, 0.5, 1.0) if causal_once else 1.0
         attention = 6.0 * self.heads * (2 * self.head_dim + self.rope_dim) * self.seq_len * seen
-        return (
-            6.0 * (self.layers * self.active_block + self.vocab * self.dim * self.head_share) + self.layers * attention
-        )
+        return 6.0 * (self.layers * self.active_block + self.head_weights * self.head_share) + self.layers * attention
+
+    @property
+    def head_weights(self) -> Size:
+        """Multiplied weights of the head."""
+        return (self.vocab + self.head_square * self.dim) * self.dim
 
 
 def stack_models(rows: Sequence[ModelFacts]) -> ModelFacts:
@@ -200,16 +207,28 @@ def model_facts(job: Job) -> ModelFacts:
         }  # fmt: skip
     return ModelFacts(
         layers=model.layers, dim=model.dim, ffn=model.ffn, heads=model.heads, kv_heads=model.kv_heads,
-        head_dim=(model.head_dim or 0) - (model.rope_dim or 0) if model.latent else model.head_dim, vocab=model.vocab,
+        head_dim=(model.head_dim or 0) - (model.rope_dim or 0) if model.latent else model.head_dim,
+        vocab=model.outputs,
         seq_len=job.data.seq_len,
         gates=2 if model.gated else 1, tied=int(bool(model.tied)), causal=int(bool(model.causal)),
         positions=model.max_len if model.positions == "learned" else 0,
         qkv_bias=int(model.biases[0]), out_bias=int(model.biases[1]), mlp_bias=int(model.biases[2]),
         norm_rows=2 if model.norm == "layernorm" and model.bias else 1, qk_norm=_qk_norm_values(model),
         block_norms=4 if model.norm_at == "both" else 2,
-        embedding_rows=model.patch_dim + 1 if vit else model.vocab, head_share=1 / job.data.seq_len if vit else 1.0,
+        embedding_rows=model.patch_dim + 1 if vit else model.vocab,
+        head_share=1 / job.data.seq_len if model.labels_samples else 1.0, **_encoder_ends(model),
         head_low=int(job.fp8.head), frozen=int(model.lora is not None), **extra, **_latent(model),
     )  # fmt: skip
+
+
+def _encoder_ends(model: Model) -> dict[str, int]:
+    """Of BERT: token types, the norm of the embedding, and the layers before the head with its bias."""
+    dim = model.dim or 0
+    if not model.is_encoder:
+        return {}
+    norms = 0 if model.classes else 2 * dim  # classification has no last norm, which is counted elsewhere
+    rest = (model.token_types or 0) * dim + norms + dim * dim + dim + model.outputs
+    return {"around_blocks": rest, "head_square": 1}
 
 
 def _latent(model: Model) -> dict[str, int]:

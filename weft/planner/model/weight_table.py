@@ -80,18 +80,32 @@ def _transformer(m: Model, sequence: bool, first: int, end: int, begins: bool, e
             yield Weight("embed.weight", (vocab, dim), "", 0)
         if m.positions == "learned":
             yield Weight("positions.weight", (_int(m.max_len), dim), "", None, sequence)
+        if m.token_types:
+            yield Weight("types.weight", (m.token_types, dim), "", None, sequence)
+        if m.is_encoder:
+            yield from _norm(m, "embed_norm", "", dim, sequence)
     for i in range(first, end):
         yield from _block(m, sequence, f"blocks.{i}", m.experts is not None and i >= m.experts.first_dense)
     if ends:
-        yield from _norm(m, "norm", "", dim, sequence)
+        if m.is_encoder and not m.classes:
+            yield Weight("transform.weight", (dim, dim), "", None, sequence)
+            yield Weight("transform.bias", (dim,), "", None, sequence)
+        if not m.classes:
+            yield from _norm(m, "norm", "", dim, sequence)
         if not (m.tied and begins):
-            yield Weight("head.weight", (vocab, dim), "", 0)
+            yield Weight("head.weight", (m.outputs, dim), "", 0)
+        if m.is_encoder:
+            yield Weight("head.bias", (m.outputs,), "", 0)
+        if m.classes:
+            yield Weight("head.pooler.weight", (dim, dim), "", None, True)
+            yield Weight("head.pooler.bias", (dim,), "", None, True)
 
 
 def _block(m: Model, sequence: bool, unit: str, routed: bool) -> Iterator[Weight]:
     dim, ffn, hd = _int(m.dim), _int(m.ffn), _int(m.head_dim)
     heads, kv = _int(m.heads) * hd, _int(m.kv_heads) * hd
-    inputs, outputs = m.norm_at != "output", m.norm_at in ("output", "both")
+    inputs, outputs = m.norm_at in (None, "input", "both"), m.norm_at in ("output", "both")
+    residual = m.norm_at == "residual"
     qkv_bias, out_bias, mlp_bias = m.biases
     if inputs:
         yield from _norm(m, f"{unit}.attn_norm", unit, dim, sequence)
@@ -110,6 +124,8 @@ def _block(m: Model, sequence: bool, unit: str, routed: bool) -> Iterator[Weight
             yield from _norm(m, f"{unit}.attn.{key}", unit, hd, True)
     if outputs:
         yield from _norm(m, f"{unit}.attn_out_norm", unit, dim, sequence)
+    if residual:
+        yield from _norm(m, f"{unit}.attn_sum_norm", unit, dim, sequence)
     if inputs:
         yield from _norm(m, f"{unit}.mlp_norm", unit, dim, sequence)
     if routed:
@@ -120,6 +136,8 @@ def _block(m: Model, sequence: bool, unit: str, routed: bool) -> Iterator[Weight
         yield from _row(mlp_bias, f"{unit}.mlp.down", unit, dim, ffn, sequence)
     if outputs:
         yield from _norm(m, f"{unit}.mlp_out_norm", unit, dim, sequence)
+    if residual:
+        yield from _norm(m, f"{unit}.mlp_sum_norm", unit, dim, sequence)
 
 
 def _latent_attention(m: Model, latent: Latent, name: str, unit: str, sequence: bool) -> Iterator[Weight]:

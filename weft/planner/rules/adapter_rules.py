@@ -26,3 +26,11 @@ def lora_rule(job: Job, plan: Plan) -> str | None:
         f"model.lora.targets names {', '.join(missing)}, which this model does not have; its layers are "
         f"{', '.join(layers)}"
     )
+
+
+def frozen_rule(job: Job, plan: Plan) -> str | None:
+    """Only modules of your own have frozen weights by name."""
+    if not job.model.frozen or job.model.module:
+        return None
+    named = ", ".join(job.model.frozen)
+    return f"model.frozen={named} needs a module of your own; model.lora trains few weights of Weft's models"

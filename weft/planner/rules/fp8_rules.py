@@ -32,6 +32,8 @@ def fp8_rule(job: Job, plan: Plan) -> str | None:
 
 
 def _fp8_head(job: Job, plan: Plan) -> str | None:
+    if job.model.is_encoder:
+        return f"fp8.head=true and model.family={job.model.family}, whose head has a bias; fp8.head=false would work"
     vocab, dim, each = job.model.vocab or 0, job.model.dim or 0, FP8_ALIGNMENT * plan.tp
     if not vocab:
         return "fp8.head=true and a model without a vocabulary; fp8.head=false would work"

@@ -20,10 +20,3 @@ def pipeline_rule(job: Job, plan: Plan) -> str | None:
             "virtual_stages out, or set parallel.pp=2"
         )
     return None
-
-
-def own_model_rule(job: Job, plan: Plan) -> str | None:
-    """A model of your own cannot be split into stages."""
-    if job.model.module and plan.pp > 1:
-        return f"parallel.pp={plan.pp} needs one of Weft's models; for {job.model.module} use dp_replicate or dp_shard"
-    return None

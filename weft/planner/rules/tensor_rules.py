@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weft.job.data import PAD_MULTIPLE
 from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.planner.rules.arithmetic import divisors, either
@@ -22,6 +23,17 @@ def heads_rule(job: Job, plan: Plan) -> str | None:
             f"tp={either(fit)} would work"
         )
     return None
+
+
+def padding_rule(job: Job, plan: Plan) -> str | None:
+    """tp divides the lengths of padded batches where it cuts them."""
+    if not plan.sequence or not job.data.pads_batches or PAD_MULTIPLE % plan.tp == 0:
+        return None
+    return (
+        f"parallel.tp={plan.tp} does not divide {PAD_MULTIPLE}, to a multiple of which batches of "
+        f"data.format={job.data.format} are padded; tp={either(divisors(PAD_MULTIPLE))} or parallel.sequence=false "
+        "would work"
+    )
 
 
 def width_rule(job: Job, plan: Plan) -> str | None:

@@ -14,7 +14,11 @@ BACKWARD = 2.0
 
 
 def stage_costs(job: Job, plan: Plan, unit: float = 1.0) -> Costs:
-    """Forward and backward of each stage, from its FLOPs; `unit` is what the average stage takes forward."""
+    """Forward and backward of each stage, from its FLOPs; `unit` is what the average stage takes forward. Stages of a
+    custom module, whose FLOPs are not known, count alike."""
+    if job.model.module:
+        even = (unit,) * (plan.pp * plan.virtual_stages)
+        return Costs(forward=even, backward=tuple(BACKWARD * f for f in even))
     parts = part_costs(job.model, job.data.seq_len)
     last = len(plan.split) - 1
     raw = []

@@ -77,7 +77,12 @@ class LayoutSearch:
         self.space, self.estimator = space, estimator
         self.rows = coarse(space)
         self.size = count(space, self.rows)
-        self.times, self.peaks = _row_bounds(space, estimator, self.rows)
+        number = len(next(iter(self.rows.values())))
+        # rows that are opened at once need no bounds
+        few = number <= FIRST_ROWS
+        self.times, self.peaks = (
+            (np.zeros(number), np.zeros(number)) if few else _row_bounds(space, estimator, self.rows)
+        )
 
     def find(self, top: int = 1, front: bool = False, fine: Space | None = None, **only: Any) -> SearchResult:
         """Search the rows whose settings are among `only` (such as tp=(1,)); `fine` narrows schedules and the like."""

@@ -7,11 +7,13 @@ tensor: what an all-gather returns, what a reduce-scatter takes, what is reduced
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 from math import prod
 
 from weft.job.compression import parse_compression
-from weft.job.optim import OPTIMIZERS
+from weft.job.optim import OPTIMIZERS, WeightShard
 from weft.job.schema import Job, Model
 from weft.planner.engine_constants import GRADIENT_ALIGNMENT
 from weft.planner.model.counts import count_parameters
@@ -64,8 +66,8 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
     joint = plan.joint_axis or "dp_replicate"
     axes = (*plan.axes, joint, *EXPERT_AXES, "everyone")
     out: dict[str, Counter[str]] = {axis: Counter() for axis in axes}
-    for stage in stages:
-        shards = param_shards(job.model, plan, stage, coords)
+    shards_of_stages = {stage: param_shards(job.model, plan, stage, coords) for stage in stages}
+    for stage, shards in shards_of_stages.items():
         routed = [p for p in shards if _on_ep(p, plan)]
         others = [p for p in shards if not _on_ep(p, plan)]
         rest = plan.dp_shard * plan.cp * plan.tp // plan.ep
@@ -92,7 +94,7 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
             _messages(job, plan, schedule, stage, coords["pp"], out["pp"])
     if schedule is not None:
         _tied(job, plan, schedule, coords, out["pp"])
-    _optimizer_traffic(job, plan, coords, out)
+    _optimizer_traffic(job, plan, chain.from_iterable(shards_of_stages.values()), out)
     if plan.cp > 1:
         seen = plan.microbatch * plan.accumulation * job.data.seq_len
         sent = context_bytes(job.model, plan, seen, compute_bytes(plan), coords["cp"] // plan.cp_group)
@@ -146,7 +148,7 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
         for kind in ("all_gather", "reduce_scatter") if plan.sequence else ("all_reduce",):
             tp[kind] -= times * one
     if ends:  # for each target: the largest logit, and three sums over the vocabulary
-        targets = plan.microbatch * (1 if model.is_classifier else job.data.seq_len // plan.cp)
+        targets = plan.microbatch * (1 if model.labels_samples else job.data.seq_len // plan.cp)
         tp["all_reduce"] += times * targets * 4 * FP32_BYTES
 
 
@@ -197,21 +199,24 @@ def replica_axes(plan: Plan, weight: Weight) -> dict[str, int]:
     return {axis: size for axis, size in sizes.items() if size > 1 and not (plan.alone and axis == "dp_replicate")}
 
 
-def _optimizer_traffic(job: Job, plan: Plan, coords: dict[str, int], out: dict[str, Counter[str]]) -> None:
+def _optimizer_traffic(job: Job, plan: Plan, shards: Iterable[ParamShard], out: dict[str, Counter[str]]) -> None:
     """What the optimizer sums over the axes that shard a weight, and sends along those that do not."""
-    for stage in stages_of(plan, coords["pp"]):
-        for shard in param_shards(job.model, plan, stage, coords):
-            if not shard.weight.trained:
-                continue
-            entry = OPTIMIZERS[job.optim.name].of(shard.for_optimizer)
-            copies = replica_axes(plan, shard.weight)
-            for axis in copies:
-                out[axis]["broadcast"] += FP32_BYTES * int(entry.sent(shard.for_optimizer))
-            numbers = entry.traffic(shard.for_optimizer) / (prod(copies.values()) if entry.takes_turns else 1)
-            over_tp = plan.tp > 1 and shard.weight.cut is not None
-            for axis, cuts in (("dp_shard", plan.dp_shard > 1), ("tp", over_tp)):
-                if cuts and numbers:
-                    out[axis]["all_reduce"] += FP32_BYTES * round(numbers)
+    alike: dict[tuple[WeightShard, bool, bool], list[Weight]] = defaultdict(list)  # blocks repeat
+    for shard in shards:
+        if shard.weight.trained:
+            key = shard.for_optimizer, shard.weight.cut is None, bool(shard.weight.experts)
+            alike[key].append(shard.weight)
+    for (held, _, _), weights in alike.items():
+        weight, count = weights[0], len(weights)
+        entry = OPTIMIZERS[job.optim.name].of(held)
+        copies = replica_axes(plan, weight)
+        for axis in copies:
+            out[axis]["broadcast"] += count * FP32_BYTES * int(entry.sent(held))
+        numbers = entry.traffic(held) / (prod(copies.values()) if entry.takes_turns else 1)
+        over_tp = plan.tp > 1 and weight.cut is not None
+        for axis, cuts in (("dp_shard", plan.dp_shard > 1), ("tp", over_tp)):
+            if cuts and numbers:
+                out[axis]["all_reduce"] += count * FP32_BYTES * round(numbers)
 
 
 def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
@@ -230,7 +235,7 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
                 passes = (3.0 if shard.weight.trained else 2.0) + (1.0 if plan.recompute == "full" else 0.0)
                 total += 2.0 * passes * samples * seq * each / plan.cp / plan.tp
                 continue
-            if len(shard.weight.shape) != 2 or name == "positions.weight":
+            if len(shard.weight.shape) != 2 or name in ("positions.weight", "types.weight"):
                 continue
             if name == "embed.weight" and not model.is_classifier:
                 if model.tied and ends:
@@ -238,7 +243,7 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
                 continue
             passes = 3.0
             if not shard.weight.unit:
-                tokens = samples * (1 if name == "head.weight" and model.is_classifier else seq)
+                tokens = samples * (1 if name.startswith("head.") and model.labels_samples else seq)
                 passes = 2.0 if name == "embed.weight" else 3.0  # patches need no gradient
             else:
                 tokens = samples * seq

@@ -1,73 +1,93 @@
-"""Discovery of the nodes of a run: each writes its address to a folder of the run."""
+"""Discovery of the nodes of a run: each writes its address to a folder of the run, or of its store."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import secrets
+import time
 from pathlib import Path
 from typing import Any
 
 from weft.job.errors import MachineError
+from weft.job.store_path import AnyPath, StorePath, replace
+
+STORE_INTERVAL_S = 1.0
+"""Seconds between requests to an object store for the same thing."""
 
 
 class NodeRegistry:
     """This node's entry, held by one process at a time, and the entries of the others."""
 
-    def __init__(self, folder: Path, node: int):
-        self.folder, self.node = folder, node
+    def __init__(self, folder: AnyPath, node: int, locks: Path):
+        """`locks`: a folder on this machine's disk."""
+        self.folder, self.node, self.locks = folder, node, locks
+        self.interval_s = STORE_INTERVAL_S if isinstance(folder, StorePath) else 0.0
+        """Shortest time between two requests for the same entry."""
+        self._read: dict[str, tuple[float, Any]] = {}
         folder.mkdir(parents=True, exist_ok=True)
-        self._held = _only_one(folder / f"{node}.lock", node)
+        locks.mkdir(parents=True, exist_ok=True)
+        self._held = _only_one(locks / f"{node}.lock", node)
         self._before = self._last_end()
 
-    def end(self, code: int) -> None:
-        """Record the exit code of the run, for nodes that cannot be reached over the network."""
-        self._write("ended", [code, secrets.token_hex(8)])
+    def end(self, code: int, attempt: int) -> None:
+        """Record the exit code of the run and its last attempt, for nodes that cannot be reached over the network."""
+        content = [code, secrets.token_hex(8), attempt]
+        replace(self.locks / "ended", json.dumps(content).encode())  # a batch script of Slurm reads it here
+        self._write("ended", content)
 
     def ended(self) -> int | None:
         """The exit code recorded since this node started, if any."""
         last = self._last_end()
         return None if last is None or last == self._before else int(last[0])
 
-    def ended_since(self, claim: Path) -> bool:
-        """Whether the run's end was recorded after an attempt was claimed."""
-        try:
-            return (self.folder / "ended").stat().st_mtime_ns > claim.stat().st_mtime_ns
-        except OSError:
-            return False
+    def ended_in(self, attempt: int) -> bool:
+        """Whether the run's end was recorded in this attempt or a later one."""
+        last = self._last_end()
+        return last is not None and int(last[2]) >= attempt
 
     def _last_end(self) -> list[Any] | None:
+        found = self._content("ended")
         try:
-            code, token = json.loads((self.folder / "ended").read_text(encoding="utf-8"))
-            return [int(code), str(token)]
-        except (OSError, ValueError, TypeError):
+            code, token, attempt = found
+            return [int(code), str(token), int(attempt)]
+        except (ValueError, TypeError):
             return None
+
+    def _content(self, name: str) -> Any:
+        """An entry's content; from a store, what was read in the last interval_s. None if there is none."""
+        read_at, content = self._read.get(name, (-self.interval_s, None))
+        if (now := time.monotonic()) - read_at >= self.interval_s:
+            try:
+                content = json.loads((self.folder / name).read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                content = None
+            self._read[name] = now, content
+        return content
 
     def enter(self, address: tuple[str, int], incarnation: str) -> None:
         self._write(f"{self.node}.json", {"address": address[0], "port": address[1], "incarnation": incarnation})
 
     def _write(self, name: str, content: Any) -> None:
-        """Write a file atomically, readable only by its owner."""
-        draft = self.folder / f".{name}-{secrets.token_hex(4)}"
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(content, file)
-        draft.replace(self.folder / name)
+        replace(self.folder / name, json.dumps(content).encode())
 
     def others(self) -> list[int]:
         """The nodes that have written an address."""
-        names = [path.stem for path in self.folder.glob("*.json") if path.stem.isdigit()]
+        names = [p.stem for p in self.folder.iterdir() if p.name.endswith(".json") and p.stem.isdigit()]
         return [int(name) for name in names if int(name) != self.node]
 
     def address_of(self, node: int) -> tuple[str, int] | None:
+        found = self._content(f"{node}.json")
         try:
-            found = json.loads((self.folder / f"{node}.json").read_text(encoding="utf-8"))
             return str(found["address"]), int(found["port"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             return None
 
     def leave(self) -> None:
-        (self.folder / f"{self.node}.json").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (self.folder / f"{self.node}.json").unlink(missing_ok=True)
         os.close(self._held)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from weft.job.run_folder import RunDir
+from weft.job.store_path import AnyPath
 from weft.supervisor.nodes.attempt_claims import AttemptClaims
 from weft.supervisor.nodes.consensus import (
     ENDED,
@@ -52,13 +53,15 @@ class Membership:
         lost_s: float = LOST_S,
         minority_wait_s: float = MINORITY_WAIT_S,
         elastic: bool = False,
+        shared: AnyPath | None = None,
     ):
+        """`shared`: where the nodes find one another and claim attempts, if that is not the run folder."""
         self.run, self.place, self._decide, self._on_news, self._note = run, place, decide, on_news, note
         self.secret = run_secret(run.path)
-        self.claims = AttemptClaims(run.path / "attempts")
+        self.claims = AttemptClaims((shared or run.path) / "attempts")
         self.services: dict[str, Serve] = {"report": self._receive_reports}
         """Handlers of connections, by purpose."""
-        self._registry = NodeRegistry(run.path / "nodes", place.node)
+        self._registry = NodeRegistry((shared or run.path) / "nodes", place.node, run.path / "nodes")
         incarnation = secrets.token_hex(8)
         self.consensus = Consensus(place.node, place.count, incarnation, lost_s, minority_wait_s, elastic)
         self._changed = threading.Condition()
@@ -122,7 +125,7 @@ class Membership:
         """Report the end of the run on this node."""
         if self.decision is not None:  # an excluded node does not decide the end of the run
             with contextlib.suppress(OSError):
-                self._registry.end(code)
+                self._registry.end(code, self.consensus.newest)
         self._update(state=ENDED, code=code)
 
     def ended(self) -> int | None:
@@ -211,11 +214,12 @@ class Membership:
     def _find_others(self) -> None:
         """Start a sender thread for each node in the registry."""
         while not self._closed:
-            for node in self._registry.others():
-                if node not in self._senders:
+            with contextlib.suppress(OSError):
+                found = self._registry.others()
+                for node in (node for node in found if node not in self._senders):
                     self._senders.add(node)
                     threading.Thread(target=self._send_reports_to, args=(node,), daemon=True, name=f"to-{node}").start()
-            time.sleep(REPORT_INTERVAL_S)
+            time.sleep(max(REPORT_INTERVAL_S, self._registry.interval_s))
 
     def _send_reports_to(self, node: int) -> None:
         """Send reports to one node and reconnect when the connection breaks."""
@@ -314,11 +318,7 @@ class Membership:
         """Whether no node outside of `nodes` can still commit: an elastic run starts without some of its nodes."""
         newest = self.claims.newest()
         last = self.claims.read(newest)
-        return (
-            not newest
-            or (last is not None and last.nodes <= set(nodes))
-            or self._registry.ended_since(self.claims.path_of(newest))
-        )
+        return not newest or (last is not None and last.nodes <= set(nodes)) or self._registry.ended_in(newest)
 
     def _enter(self, decision: Decision) -> None:
         with self._changed:

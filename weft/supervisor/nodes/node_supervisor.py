@@ -60,7 +60,7 @@ class NodeSupervisor(Supervisor):
         self.keeper, self.store_server = ReplicaStore(folder), StoreServer()
         self.nodes = Membership(
             run, place, slots, self.decide, lambda: None, self.note, lost_s=job.resilience.node_lost_s,
-            elastic=job.cluster.max_nodes is not None,
+            elastic=job.cluster.max_nodes is not None, shared=run.shared(job.checkpoint.to),
         )  # fmt: skip
         self.nodes.services |= {"store": self.store_server.serve, "copy": self.keeper.serve}
         self.sender = ReplicaSender(folder, self.nodes.secret, self.copy_request, self.nodes.set_copied, self.note)
@@ -165,8 +165,10 @@ class NodeSupervisor(Supervisor):
             return self.wait_to_rejoin(now)
         if decision is None and now - self.since > self.settings.gather_s and (absent := self.nodes.missing()):
             missing = ", ".join(map(str, absent))
-            words = f"node {missing} did not connect within {self.settings.gather_s:g} s; it needs {self.run.path}"
-            return self.end(int(Exit.MACHINE), [f"weft: {words} and the address {self.place.host}"])
+            shared = self.run.shared(self.job.checkpoint.to)
+            needs = "" if self.job.checkpoint.to else " on a disk that all nodes share, or checkpoint.to,"
+            words = f"node {missing} did not connect within {self.settings.gather_s:g} s; it needs {shared}{needs} and"
+            return self.end(int(Exit.MACHINE), [f"weft: {words} a connection to {self.place.host}"])
         return None
 
     def wait_to_rejoin(self, now: float) -> int | None:

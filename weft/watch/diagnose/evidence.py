@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -118,12 +119,20 @@ class RunEvidence:
 
 def read_evidence(run: RunDir) -> RunEvidence:
     """Read a run's folder."""
-    records = read_metrics(run.metrics)
+    events = read_jsonl(run.events)
+    records = [r for r in read_metrics(run.metrics) if (number(r.get("step")) or 0.0) > _layout_since(events)]
     warmup = min(MAX_WARMUP_STEPS, len(records) // 5)
     return RunEvidence(
-        run, _job(run), _plan(run), records[warmup:], read_jsonl(run.events), _failures(run), _json(run.pipeline),
+        run, _job(run), _plan(run), records[warmup:], events, _failures(run), _json(run.pipeline),
         [found for path in sorted(run.path.glob("traces/*.summary.json")) if (found := _json(path))],
     )  # fmt: skip
+
+
+def _layout_since(events: Sequence[Mapping[str, Any]]) -> float:
+    """The step after which the run has had its last layout: steps of others cannot be compared with it."""
+    starts = [e for e in events if e.get("event") == "start"]
+    changed = [b for a, b in pairwise(starts) if (a.get("layout"), a.get("world")) != (b.get("layout"), b.get("world"))]
+    return number(changed[-1].get("step")) or 0.0 if changed else 0.0
 
 
 def _job(run: RunDir) -> Job | None:

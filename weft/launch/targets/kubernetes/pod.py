@@ -93,12 +93,15 @@ def claims(request: LaunchRequest) -> list[tuple[str, str, bool]]:
 
 
 def workdir(request: LaunchRequest) -> str:
-    """The folder in which the run starts: on the first volume, unless the job names another."""
+    """The folder in which the run starts: on the first volume, unless the job names another, or without a volume if
+    checkpoints go to a store."""
     writable = [path for _, path, read_only in claims(request) if not read_only]
+    if not writable and request.job.checkpoint.to:
+        return "/tmp"
     if not writable:
         raise JobError(
             "the run folder has to outlive its pods and be shared by them: name a ReadWriteMany PersistentVolumeClaim "
-            "and its path, as in 'cluster.volumes=[my-claim:/workspace]'"
+            "and its path, as in 'cluster.volumes=[my-claim:/workspace]', or a store (checkpoint.to=s3://bucket/prefix)"
         )
     return request.cluster.workdir or writable[0]
 
@@ -129,6 +132,7 @@ def _container(request: LaunchRequest, map_exit_codes: bool) -> dict[str, Any]:
         "command": command,
         "workingDir": workdir(request),
         "env": environment(request),
+        **({"envFrom": [{"secretRef": {"name": n}} for n in options.env_secrets]} if options.env_secrets else {}),
         "resources": {"requests": resources, **({"limits": limits} if limits else {})},
         "securityContext": {
             "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": capabilities,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from weft.job.errors import JobError
+from weft.job.launch.rule import Rule, parse_rule
 from weft.job.section import Section, limits
 
 TIME_LIMIT = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
@@ -83,6 +85,8 @@ class KubernetesOptions(Section):
     """Labels that the nodes must have."""
     priority_class: str | None = None
     """PriorityClass of the pods."""
+    env_secrets: list[str] = Field(default_factory=list)
+    """Secrets whose keys become variables of the pods, such as the credentials of the store in checkpoint.to."""
     pull_secrets: list[str] = Field(default_factory=list)
     """Secrets with which the image is pulled."""
     queue: str | None = None
@@ -180,6 +184,40 @@ class LaunchSettings(Section):
         if wrong := [text for text in value if not re.fullmatch(r"[^:]+:/[^:]*(:[a-z]+)?", text)]:
             raise ValueError(f"must be SOURCE:PATH with an absolute PATH in the container, not {wrong[0]!r}")
         return value
+
+
+class LaunchPolicy(Section):
+    """When `weft launch` runs the job: it waits, stops the run with a checkpoint, and starts it again, by a rule."""
+
+    when: str | None = None
+    """Conditions on prices and local time, such as spot < 2 USD/h, 22:00-06:00, mon-fri 18:00-08:00 or sat-sun, joined
+    by `and` and `or`; @FILE reads them from a file, one alternative a line. Default: always."""
+    prices: dict[str, str] = Field(default_factory=dict)
+    """For each name in `when`, a file, or a command whose output begins with the number: {spot: ./spot_price.sh}."""
+    check_s: float = Field(60.0, gt=0, le=86_400)
+    """Seconds between checks of the rule."""
+
+    @field_validator("when")
+    @classmethod
+    def _rule(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith("@"):
+            parse_rule(value)
+        return value
+
+    @model_validator(mode="after")
+    def _valid(self) -> LaunchPolicy:
+        if self.when is not None and not self.when.startswith("@"):
+            self.check_names(parse_rule(self.when))
+        return self
+
+    def check_names(self, rule: Rule) -> None:
+        """Refuse a rule with a price that has no source."""
+        if missing := sorted(rule.names - set(self.prices)):
+            name = missing[0]
+            raise JobError(
+                f"launch.when compares {name}, and launch.prices has no {name}; add a file or a command that prints "
+                f"it, as in 'launch.prices={{{name}: ./{name}_price.sh}}'"
+            )
 
 
 class Queue(Section):

@@ -1,0 +1,1 @@
+"""Data of recommenders: ratings with what is known of users and items."""

@@ -1,0 +1,1 @@
+"""Samples of tasks: masked tokens, texts with labels, and pairs of texts."""

@@ -1,0 +1,1 @@
+"""`launch`, `queue` and the settings of the targets of `weft launch`."""
