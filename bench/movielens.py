@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.data.recommend.rating_files import find_ratings, read_ratings
+from weft.data.recommend.rating_files import Ints, Ratings, find_ratings, read_ratings
 from weft.data.recommend.ratings import RatingDataset
 from weft.job import load_job
 from weft.job.shapes import resolve
@@ -80,19 +80,30 @@ def figures(scores: Tensor) -> tuple[float, float]:
     return hits / count, area_under_curve(rows)
 
 
-def train(name: str, model: nn.Module, dataset: RatingDataset, epochs: int, batch: int, lr: float) -> Result:
+def draw_epoch(ratings: Ratings, kept: Ints, epoch: int) -> tuple[Tensor, Tensor]:
+    """Users, and their rated film with four that they have not rated, in a new order."""
+    random = np.random.default_rng(epoch)
+    rated = np.zeros((ratings.user_count, ratings.item_count), dtype=np.bool_)
+    rated[ratings.users, ratings.items] = True
+    order = random.permutation(kept)
+    users, drawn = ratings.users[order], random.integers(0, ratings.item_count, (len(order), 4))
+    while (wrong := rated[users[:, None], drawn]).any():
+        drawn[wrong] = random.integers(0, ratings.item_count, int(wrong.sum()))
+    return torch.from_numpy(users), torch.from_numpy(np.column_stack([ratings.items[order], drawn]))
+
+
+def train(
+    name: str, model: nn.Module, dataset: RatingDataset, ratings: Ratings, epochs: int, batch: int, lr: float
+) -> Result:
     began = time.perf_counter()
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     users, items = held_out(dataset)
     label = torch.zeros(batch, 5)
     label[:, 0] = 1
     for epoch in range(epochs):
-        order = torch.randperm(dataset.train_len, generator=torch.Generator().manual_seed(epoch))
-        for part in order.split(batch):
-            samples = [dataset.train(int(i), epoch) for i in part]
-            someone = torch.tensor([int(s["inputs/user"]) for s in samples])
-            films = torch.from_numpy(np.stack([s["inputs/item"] for s in samples]))
-            loss = F.binary_cross_entropy_with_logits(model(someone, films), label[: len(part)])
+        drawn = draw_epoch(ratings, dataset.kept, epoch)
+        for someone, films in zip(*(x.split(batch) for x in drawn), strict=True):
+            loss = F.binary_cross_entropy_with_logits(model(someone, films), label[: len(films)])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -130,8 +141,8 @@ def main() -> None:
         rows.append(("most rated", *figures(popular[held_out(dataset)[1]]), 0.0))
         torch.manual_seed(0)
         sizes = ratings.user_count, ratings.item_count, 32
-        rows.append(train("factors, plain PyTorch", Factors(*sizes), dataset, asked.epochs, 512, 5e-3))
-        rows.append(train("MLP, plain PyTorch", PairMLP(*sizes), dataset, asked.epochs, 512, 2e-3))
+        rows.append(train("factors, plain PyTorch", Factors(*sizes), dataset, ratings, asked.epochs, 512, 5e-3))
+        rows.append(train("MLP, plain PyTorch", PairMLP(*sizes), dataset, ratings, asked.epochs, 512, 2e-3))
     if asked.only != "plain":
         rows.append(weft_run(found, asked.epochs, asked.nproc))
     print(f"MovieLens-100k, {dataset.train_len} ratings, {dataset.val_len} held out, {asked.epochs} epochs")

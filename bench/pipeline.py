@@ -73,8 +73,8 @@ class SleepyStage(nn.Module):
         out = SleepBackward.apply(x, self.input_s) + SleepBackward.apply(weight, self.weight_s)
         return out.sum() if self.last else out
 
-    def hidden_shape(self, inputs: Tensor, sequence_cut: int) -> tuple[int, ...]:
-        return tuple(inputs.shape)
+    def hidden_shape(self, batch: Batch, sequence_cut: int) -> tuple[int, ...]:
+        return tuple(batch["inputs"].shape)
 
 
 def loss_of(module: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from weft.checkpoint.contents import CheckpointContents
 from weft.checkpoint.format import MANIFEST, Damaged, SavedCheckpoint, entries, newest_good, verify
 from weft.job.errors import JobError, MachineError
 from weft.job.schema import Checkpoint, Job
-from weft.job.store_path import StorePath, as_path, check_access, create, explain, remove_tree
+from weft.job.store_path import StorePath, as_path, check_access, check_conditional_writes, create, explain, remove_tree
 
 Events = list[tuple[str, dict[str, Any]]]
 
@@ -124,6 +124,18 @@ def test_create_succeeds_once(store: StorePath, tmp_path: Path) -> None:
         assert path.read_bytes() == b"first"
     remove_tree(store)
     assert not store.names()
+
+
+def test_store_without_conditional_writes_is_refused_for_nodes(
+    store: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_conditional_writes(store, "checkpoint.to")
+    assert not store.names()
+    fs = type(store._place[0])
+    plain = fs.pipe_file
+    monkeypatch.setattr(fs, "pipe_file", lambda self, path, value, mode="": plain(self, path, value))
+    with pytest.raises(MachineError, match="no conditional writes"):
+        check_conditional_writes(store, "checkpoint.to")
 
 
 def test_paths_of_files_and_stores() -> None:

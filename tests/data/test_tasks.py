@@ -1,4 +1,4 @@
-"""Masked tokens, texts with labels, and padding of batches."""
+"""Masked tokens, texts with labels, pairs of texts, and padding of batches."""
 
 from __future__ import annotations
 
@@ -83,3 +83,41 @@ def test_refused_labels(labeled: Path) -> None:
         opened(model={"family": "llama", "dim": 16, "layers": 1, "heads": 2}, data=data)
     with pytest.raises(JobError, match=r"write data\.format=labels"):
         opened(model={**BERT, "classes": 2}, data={"source": "stdlib"})
+
+
+def pairs(path: Path, **data: Any) -> Any:
+    return opened(
+        model={"family": "t5", "dim": 16, "layers": 2, "heads": 2}, train={"global_batch": 2},
+        data={"source": str(path), "format": "pairs", "seq_len": 64, "val_fraction": 0, **data},
+    )  # fmt: skip
+
+
+def test_pairs_in_buckets(tmp_path: Path) -> None:
+    """An epoch reads each pair once, in batches of similar lengths that differ from epoch to epoch."""
+    words = [f"{'a' * (i % 40)}{i}" for i in range(160)]
+    path = tmp_path / "pairs.tsv"
+    path.write_text("".join(f"{word}\t{word[::-1]}\n" for word in words))
+    found = pairs(path)
+    seen: list[str] = []
+    padding = 0
+    for step in range(160):
+        (batch,) = read_share(found, seed=0, step=step, global_batch=2, microbatch=2, dp_rank=0, dp_size=1)
+        sources = [bytes(t[d == 0].tolist()).decode() for t, d in zip(batch["inputs"], batch["docs"], strict=True)]
+        targets = [bytes(t[v].tolist()).decode() for t, v in zip(batch["targets"], batch["valid"], strict=True)]
+        assert [s[:-1][::-1] for s in sources] == [t[:-1] for t in targets]
+        seen += [s[:-1] for s in sources]
+        padding += abs(len(sources[0]) - len(sources[1]))
+    assert sorted(seen[:160]) == sorted(seen[160:]) == sorted(words) and seen[:160] != seen[160:]
+    assert padding / 160 < 3
+    record = {"translation": {"en": "yes", "de": "ja"}}
+    (tmp_path / "nested.jsonl").write_text(json.dumps(record) + "\n")
+    sample = pairs(tmp_path / "nested.jsonl", source_field="translation.en", target_field="translation.de").train(0)
+    assert bytes(sample["targets"].tolist()) == b"ja\0"
+
+
+def test_refused_pairs(tmp_path: Path) -> None:
+    (tmp_path / "pairs.tsv").write_text("one column\n")
+    with pytest.raises(JobError, match="line 1 has 1 columns; source and target are 2"):
+        pairs(tmp_path / "pairs.tsv")
+    with pytest.raises(JobError, match=r"write data\.format=pairs"):
+        opened(model={"family": "t5", "dim": 16, "layers": 2, "heads": 2}, data={"source": "stdlib"})

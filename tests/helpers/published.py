@@ -91,10 +91,21 @@ _BERT: dict[str, Any] = {
     **{k: SIZES[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")},
     "vocab_size": VOCAB, "max_position_embeddings": 64, "type_vocab_size": 3, "num_labels": 5,
 }  # fmt: skip
+_T5: dict[str, Any] = {
+    "vocab_size": VOCAB, "d_model": 32, "d_kv": 12, "d_ff": 48, "num_heads": 4, "num_layers": 2,
+    "decoder_start_token_id": 0, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10,
+}  # fmt: skip
 ENCODERS: dict[str, tuple[str, Callable[[], Any]]] = {
     "bert": ("BertForMaskedLM", lambda: transformers.BertConfig(**_BERT)),
     "bert without head": ("BertModel", lambda: transformers.BertConfig(**_BERT, hidden_act="relu")),
     "bert-classes": ("BertForSequenceClassification", lambda: transformers.BertConfig(**_BERT)),
+    "t5": ("T5ForConditionalGeneration", lambda: transformers.T5Config(**_T5)),
+    "t5 v1.1": (
+        "T5ForConditionalGeneration",
+        lambda: transformers.T5Config(
+            **_T5, num_decoder_layers=3, feed_forward_proj="gated-gelu", tie_word_embeddings=False
+        ),
+    ),
 }
 """The class of transformers and the config of models that are no decoders."""
 

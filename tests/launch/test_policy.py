@@ -73,6 +73,12 @@ def test_prices_of_commands_and_files(tmp_path: Path) -> None:
     settings = LaunchPolicy(when="@rules")
     with pytest.raises(JobError, match="has no spot"):
         PolicyState(settings, lines.append, tmp_path).holds()
+    (tmp_path / "rules").write_text("00:00-24:00", encoding="utf-8")
+    state = PolicyState(LaunchPolicy(when="@rules", check_s=1e-9), lines.append, tmp_path)
+    assert state.holds() is True
+    (tmp_path / "rules").write_text("half a rul", encoding="utf-8")
+    assert state.holds() is None
+    assert "'half a rul' is not a condition" in lines[-1]
     with pytest.raises(JobError, match="absent cannot be read"):
         PolicyState(LaunchPolicy(when="@absent"), lines.append, tmp_path).holds()
 

@@ -65,6 +65,31 @@ def test_bert(name: str, tmp_path: Path) -> None:
         assert (bert_output(again) - expected).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("name", ["t5", "t5 v1.1", "t5 v1.1 untied"])
+def test_t5(name: str, tmp_path: Path) -> None:
+    """The same of T5, whose head is tied and scaled, tied, or its own."""
+    model = save_random(name.removesuffix(" untied"), tmp_path / "published", shard="20KB")
+    if name.endswith("untied"):
+        model.lm_head.weight = torch.nn.Parameter(torch.randn(VOCAB, 32, generator=RANDOM) * 0.1)
+        model.save_pretrained(tmp_path / "published", max_shard_size="20KB")
+    answer = TOKENS[:, :9].flip(1)
+    with torch.no_grad():
+        expected = model(TOKENS, attention_mask=MASK, decoder_input_ids=answer).logits
+        found = weft.from_hf(str(tmp_path / "published"))(TOKENS, docs=1 - MASK, decoder_inputs=answer)
+    assert (found - expected).abs().max() < 1e-5
+    run, _, _ = import_run(str(tmp_path / "published"), "imported", str(tmp_path / "runs"))
+    export_run(run, newest(run), "hf", tmp_path / "exported", ExportOptions(shard_bytes=50_000))
+    published, exported = tensors_in(tmp_path / "published"), tensors_in(tmp_path / "exported")
+    assert published.keys() == exported.keys() and ("lm_head.weight" in published) == name.endswith("untied")
+    assert all(torch.equal(exported[n], t) for n, t in published.items())
+    (run.path / "pretrained" / "config.json").unlink()
+    export_run(run, newest(run), "hf", tmp_path / "again", ExportOptions())
+    for folder in ("exported", "again"):
+        again = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / folder)
+        with torch.no_grad():
+            assert torch.equal(again(TOKENS, attention_mask=MASK, decoder_input_ids=answer).logits, expected)
+
+
 def test_new_labels_for_a_masked_language_model(tmp_path: Path) -> None:
     """model.classes replaces the head, whose values are initial ones; names of older files are read."""
     save_random("bert", tmp_path)

@@ -31,6 +31,9 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="End a text before this one; give it again for several.")
     ] = None,
+    beams: Annotated[
+        int, typer.Option(min=1, max=1000, help="Beam search over so many texts at once, of an encoder-decoder (t5).")
+    ] = 1,
     seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Random seed of the sampling.")] = 0,
     ema: Annotated[bool, typer.Option(help="Use the moving average of the weights.")] = False,
     trust_module: Annotated[
@@ -52,13 +55,17 @@ def generate(
     own, found = load_job(str(folder.job)), newest(folder)
     job = saved_job(found, own, trust_module)
     sampling = Sampling(temperature, top_k, top_p, tuple(word for word in stop or () if word), seed)
-    pieces = generate_texts(found, job, prompts, tokens, sampling, ema)
+    pieces = generate_texts(found, job, prompts, tokens, sampling, ema, beams)
     if as_json:
         texts = [""] * len(prompts)
         for i, piece in pieces:
             texts[i] += piece
         shown = [{"prompt": p, "text": t} for p, t in zip(prompts, texts, strict=True)]
         print_json({"step": found.step, "prompt": prompts[0], "text": texts[0]} | ({"texts": shown} if prompt else {}))
+        return
+    if job.model.is_encoder_decoder:
+        for _, text in pieces:
+            print(text)
         return
     _print_texts(prompts, pieces)
 

@@ -23,6 +23,7 @@ from weft.data.store import is_store, open_store, store_tokenizer
 from weft.data.synthetic import open_synthetic
 from weft.data.tasks.labeled_texts import open_labeled_texts
 from weft.data.tasks.masked_tokens import masked
+from weft.data.tasks.text_pairs import BUCKET_BATCHES, open_text_pairs
 from weft.data.text_windows import TextDataset
 from weft.data.tokenizer import Tokenizer, Tokens, load_tokenizer
 from weft.data.user_dataset import open_user_dataset
@@ -58,7 +59,9 @@ def open_dataset(job: Job) -> Dataset:
         found = _open_mixture(job, order)
     else:
         found = _open_source(job, data.source, data.format)
-        found = found if data.shuffle == "samples" else OrderedDataset(found, order)
+        if data.buckets:
+            order = SampleOrder("blocks", BUCKET_BATCHES * job.train.global_batch)
+        found = found if order.kind == "samples" else OrderedDataset(found, order)
     sources = [each.source for each in data.mixture] or [data.source]
     if job.model.is_encoder and not job.model.classes and not any(is_user_dataset(source) for source in sources):
         return masked(job, found)
@@ -100,6 +103,13 @@ def _open_source(job: Job, source: str, format: str | None) -> Dataset:
         return open_user_dataset(own)
     if format == "labels":
         return open_labeled_texts(own, source)
+    if format == "pairs":
+        return open_text_pairs(own, source)
+    if job.model.is_encoder_decoder:
+        raise JobError(
+            f"model.family={job.model.family} reads pairs of texts, and data.source {source} has none; write "
+            "data.format=pairs and the path of its files"
+        )
     if job.model.is_encoder and (job.model.classes or format in ("chat", "instruction")):
         kind, form = ("texts with labels", "labels") if job.model.classes else ("texts", "text")
         raise JobError(

@@ -72,10 +72,10 @@ class Data(Section):
     functions, with answers), synthetic, the path of a token store made by `weft data build`, a file or folder of
     data.format, mnist, fashion-mnist, the path of image files, movielens or a folder with its files, or your own
     dataset as package.module:name."""
-    format: Literal["text", "chat", "instruction", "labels"] | None = None
-    """What the files at data.source hold: text, conversations (chat), questions with answers (instruction), or texts
-    with labels (labels, of bert with model.classes). Then it may be a JSONL, parquet or arrow file or a folder, for
-    labels also a TSV file. Default: data.source is no such file."""
+    format: Literal["text", "chat", "instruction", "labels", "pairs"] | None = None
+    """What the files at data.source hold: text, conversations (chat), questions with answers (instruction), texts with
+    labels (labels, of bert with model.classes), or pairs of texts (pairs, of t5). Then it may be a JSONL, parquet or
+    arrow file or a folder, for labels and pairs also a TSV file. Default: data.source is no such file."""
     template: str | None = None
     """Chat template of chat and instruction: chatml, plain, or the path of a .jinja file. Default: the tokenizer's."""
     answers_only: bool = True
@@ -84,6 +84,13 @@ class Data(Section):
     """Put several conversations into a sample, without attention between them; false: one a sample."""
     field: str = "text"
     """Field of a record with the text, of formats text and labels; `a.b` is the field b of the field a."""
+    source_field: str = "source"
+    """Field of a record with the source text, of format pairs."""
+    target_field: str = "target"
+    """Field of a record with the target text, of format pairs."""
+    bucket: bool = True
+    """Put pairs of similar lengths into a batch, so that there is less padding: they are sorted by length, and shuffled
+    in blocks of 8 global batches (pairs, with shuffle: samples)."""
     label_field: str = "label"
     """Field of a record with its label, a number or a text, of format labels."""
     mixture: tuple[MixtureSource, ...] = ()
@@ -95,7 +102,7 @@ class Data(Section):
     shuffle_block: int = Field(1024, ge=1, le=2**31)
     """Samples of a block (shuffle: blocks)."""
     seq_len: int = Field(128, ge=1, le=2**31)
-    """Sequence length: tokens per sample."""
+    """Sequence length: tokens per sample; of t5, of the source and of the target, of pairs at most."""
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json. A token store has its own tokenizer."""
     val_fraction: float = Field(0.1, ge=0, lt=1)
@@ -125,14 +132,21 @@ class Data(Section):
     @property
     def pads_batches(self) -> bool:
         """Whether samples have different lengths, and those of a batch are padded to the longest."""
-        return self.format == "labels"
+        return self.format in ("labels", "pairs")
+
+    @property
+    def buckets(self) -> bool:
+        """Whether pairs are sorted by length and shuffled in blocks."""
+        return self.format == "pairs" and self.bucket and self.shuffle == "samples"
 
     @property
     def separates_documents(self) -> bool:
         """Whether attention is masked between documents: by mask_documents, or in packed conversations."""
         sources = [(s.source, s.format or self.format) for s in self.mixture] or [(self.source, self.format)]
         return self.mask_documents or any(
-            format in ("chat", "instruction", "labels") or source == "docstrings" or (Path(source) / MASK).is_file()
+            format in ("chat", "instruction", "labels", "pairs")
+            or source == "docstrings"
+            or (Path(source) / MASK).is_file()
             for source, format in sources
         )
 

@@ -227,12 +227,14 @@ class Model(Section):
     """Statistics of batch norms in training: over the samples of all replicas, as one process would compute them, or of
     each rank's own samples."""
     family: Annotated[str, NameIn(FAMILIES)] | None = None
-    """gpt2 and llama (decoder-only), bert (encoder-only), vit (an encoder of image patches), resnet (convolutions),
-    dlrm and two_tower (recommenders), mlp (the deep MLP of the lessons)."""
+    """gpt2 and llama (decoder-only), bert (encoder-only), t5 (encoder-decoder), vit (an encoder of image patches),
+    resnet (convolutions), dlrm and two_tower (recommenders), mlp (the deep MLP of the lessons)."""
     dim: int | None = Field(None, ge=1, le=2**20)
     """Width of the residual stream."""
     layers: int | None = Field(None, ge=1, le=10_000)
-    """Number of blocks; for mlp, of square layers."""
+    """Number of blocks, for t5 of encoder and decoder together; for mlp, of square layers."""
+    encoder_layers: int | None = Field(None, ge=1, le=10_000)
+    """Blocks of the encoder (t5); the others are the decoder's. Default: half of layers."""
     patch: int | None = Field(None, ge=1, le=4096)
     """Side of an image patch in pixels (vit). Default: 4."""
     channels: int | None = Field(None, ge=1, le=4096)
@@ -262,8 +264,12 @@ class Model(Section):
     (post-norm). Default: input."""
     norm_eps: float | None = Field(None, gt=0)
     """Epsilon added to the variance in the norm."""
-    positions: Literal["learned", "rope"] | None = None
-    """Position encoding: a learned embedding, or rotary (rope)."""
+    positions: Literal["learned", "rope", "relative"] | None = None
+    """Position encoding: a learned embedding, rotary (rope), or learned scores of distances (relative, of t5)."""
+    position_buckets: int | None = Field(None, ge=4, le=2**20)
+    """Ranges of distances that have a learned score each (t5). Default: 32."""
+    position_limit: int | None = Field(None, ge=2, le=2**31)
+    """Distance from which on all have the same score (t5). Default: 128."""
     rope_theta: float | None = Field(None, gt=0)
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
@@ -290,6 +296,8 @@ class Model(Section):
     """Largest value of the gate, and of the size of the other layer's values (swiglu_clamped). Default: 7."""
     swiglu_alpha: float | None = Field(None, gt=0)
     """Factor on the gate inside the sigmoid (swiglu_clamped). Default: 1.702."""
+    head_scale: float | None = Field(None, gt=0)
+    """Factor on the input of the head (t5). Default: 1 / √dim if the head is tied, else 1."""
     parallel_residual: bool | None = None
     """Compute attention and feed-forward from the same input, and add both to it."""
     tied: bool | None = None
@@ -385,7 +393,20 @@ class Model(Section):
     @property
     def takes_tokens(self) -> bool:
         """Whether it is a model of Weft's own that takes tokens."""
-        return self.is_decoder or self.is_encoder
+        return self.is_decoder or self.is_encoder or self.is_encoder_decoder
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether it is an encoder with a decoder, of tokens, of Weft's own."""
+        return self._is("encoder_decoder")
+
+    @property
+    def first_blocks(self) -> int | None:
+        """Blocks at the beginning that are another kind than the rest: dense ones before those with experts, or those
+        of an encoder. None if all are alike."""
+        if self.experts is not None:
+            return min(self.experts.first_dense, self.layers or 0)
+        return self.encoder_layers if self.is_encoder_decoder else None
 
     @property
     def is_classifier(self) -> bool:

@@ -31,6 +31,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "bert-tiny": dict(family="bert", dim=64, layers=2, heads=4, ffn=256),
     "bert-base": dict(family="bert", dim=768, layers=12, heads=12, ffn=3072, vocab=30522, max_len=512),
     "bert-large": dict(family="bert", dim=1024, layers=24, heads=16, ffn=4096, vocab=30522, max_len=512),
+    "t5-tiny": dict(family="t5", dim=64, layers=4, heads=4, ffn=256),
+    "t5-small": dict(family="t5", dim=512, layers=12, heads=8, ffn=2048, vocab=32128),
+    "t5-base": dict(family="t5", dim=768, layers=24, heads=12, ffn=3072, vocab=32128),
+    "t5-v1.1-xl": dict(
+        family="t5", dim=2048, layers=48, heads=32, head_dim=64, ffn=5120, vocab=32128, activation="geglu", tied=False,
+    ),
     "vit-tiny": dict(family="vit", dim=64, layers=2, heads=4, ffn=128, vocab=10),
     "vit-b": dict(family="vit", dim=768, layers=12, heads=12, ffn=3072, vocab=1000),
     "vit-l": dict(family="vit", dim=1024, layers=24, heads=16, ffn=4096, vocab=1000),
@@ -153,6 +159,8 @@ def _fill_transformer(fields: dict[str, Any], data: Data) -> None:
             near = max(h for h in range(1, heads + 1) if dim % h == 0)
             raise JobError(f"model.dim={dim} is not a multiple of model.heads={heads}; heads={near} would work")
         fields["head_dim"] = dim // heads
+    if fields["positions"] == "relative" and structure != "encoder_decoder":
+        raise JobError("model.positions=relative is for model.family=t5; learned or rope would work")
     if fields["positions"] == "rope" and fields["head_dim"] % 2:
         raise JobError(f"rotary positions need an even head size; model.head_dim is {fields['head_dim']}")
     if (latent := fields.get("latent")) is not None:
@@ -163,6 +171,8 @@ def _fill_transformer(fields: dict[str, Any], data: Data) -> None:
     if "ffn" not in fields:
         plain = fields["activation"] in ("gelu", "relu") or structure == "encoder"
         fields["ffn"] = 4 * dim if plain else -(-8 * dim // (3 * 64)) * 64
+    if structure == "encoder_decoder":
+        _fill_encoder_decoder(fields)
     if fields.get("experts") is not None:
         usual = {name: Experts.model_fields[name].default for name in ("count", "top_k", "groups")}
         fields["experts"] = {"ffn": fields["ffn"], **usual, **fields["experts"]}
@@ -180,6 +190,23 @@ def _fill_transformer(fields: dict[str, Any], data: Data) -> None:
             f"data.seq_len={data.seq_len} is longer than the learned positions, model.max_len={fields['max_len']}; "
             "shorten it, raise max_len, or use model.positions=rope"
         )
+
+
+def _fill_encoder_decoder(fields: dict[str, Any]) -> None:
+    """Blocks of the encoder and the scale of the head, and a JobError for what such models do not have."""
+    for name in ("latent", "window", "sinks", "parallel_residual", "qk_norm", "rope_scaling"):
+        if fields.get(name):
+            raise JobError(f"model.{name} is not supported by model.family={fields['family']}; leave it out")
+    if fields["positions"] != "relative" or fields.get("norm_at") not in (None, "input"):
+        raise JobError(f"model.family={fields['family']} has relative positions and norms at inputs; leave them out")
+    layers = fields["layers"]
+    encoder = fields.setdefault("encoder_layers", layers // 2)
+    if not 0 < encoder < layers:
+        raise JobError(
+            f"model.layers={layers} counts the blocks of encoder and decoder, and model.encoder_layers={encoder} "
+            f"leaves one of them without any; layers={2 * max(encoder, 1)} would work"
+        )
+    fields.setdefault("head_scale", fields["dim"] ** -0.5 if fields["tied"] else 1.0)
 
 
 def _shape(name: str | None) -> dict[str, Any]:

@@ -235,6 +235,19 @@ def check_access(path: AnyPath, field: str) -> None:
         raise MachineError(f"{field}={path} cannot be written: {explain(error)}") from None
 
 
+def check_conditional_writes(path: AnyPath, field: str) -> None:
+    """Refuse a store in which two nodes could create the same object: they claim attempts that way."""
+    if isinstance(path, StorePath):
+        probe = path / f".access-{secrets.token_hex(4)}"
+        once = create(probe, b"1") and not create(probe, b"2")
+        probe.unlink(missing_ok=True)
+        if not once:
+            raise MachineError(
+                f"{field}={path}: this store has no conditional writes (If-None-Match), by which nodes agree; use one "
+                "that has, or a folder that all nodes share"
+            )
+
+
 def explain(error: BaseException) -> str:
     """What a store refused, in one line, with what to do about it."""
     cause = error.__cause__ or error

@@ -14,6 +14,7 @@ from weft.hardware.doctor import Check
 from weft.job.errors import JobError, WeftError
 from weft.job.load import apply_overrides, parse_job
 from weft.job.schema import Job
+from weft.job.store_path import StorePath, remove_tree
 from weft.launch.node_probe import MARK, facts
 from weft.launch.targets.known_targets import resolve_target
 from weft.launch.targets.target import LaunchRequest
@@ -31,10 +32,10 @@ def check_cluster(on: str, overrides: Sequence[str] = ()) -> list[Check]:
     job = parse_job({**raw, "cluster": target.complete(section)})
     target.check_settings(job.cluster)
     request = LaunchRequest(job, _plan(job), Path.cwd())
-    folder = request.launch_folder
-    folder.mkdir(parents=True)
+    request.launch_folder.mkdir(parents=True)
+    shared = request.run.shared(job.checkpoint.to)
     try:
-        command = [request.python, "-m", "weft.launch.node_probe", str(folder), str(request.nodes)]
+        command = [request.python, "-m", "weft.launch.node_probe", str(shared / "launch"), str(request.nodes)]
         output = target.run_on_nodes(request, command)
     except JobError:
         raise
@@ -42,6 +43,8 @@ def check_cluster(on: str, overrides: Sequence[str] = ()) -> list[Check]:
         return [Check(target.name, "fail", str(error), "fix this first; the other checks need nodes that start")]
     finally:
         shutil.rmtree(request.run.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_tree(shared) if isinstance(shared, StorePath) else shutil.rmtree(shared, ignore_errors=True)
         with contextlib.suppress(OSError):
             request.run.path.parent.rmdir()  # if it is empty
     reports = [json.loads(line.partition(MARK)[2]) for line in output.splitlines() if MARK in line]
@@ -63,7 +66,8 @@ def judge(target: str, job: Job, nodes: int, reports: list[dict[str, Any]], here
         missing = f"{len(reports)} of {nodes} nodes reported"
         return [Check(target, "fail", missing, f"see the output of {target}: a node did not start Python or weft")]
     hosts = ", ".join(f"{r['host']} ({r['cores']} cores, {r['memory_gib']:g} GiB)" for r in reports)
-    checks = [Check(target, "ok", f"{nodes} nodes start and see the run folder: {hosts}")]
+    place = "store" if job.checkpoint.to else "run folder"
+    checks = [Check(target, "ok", f"{nodes} nodes start and see the {place}: {hosts}")]
     checks.append(_gpus(job, reports))
     checks += [_versions(name, reports, here) for name in ("python", "weft", "torch")]
     closed = [(r["node"], n) for r in reports for n, reached in r["reached"].items() if not reached]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.job.errors import Exit, FitError, JobError
+from weft.job.errors import Exit, FitError, JobError, WeftError
 from weft.job.load import dump_yaml, parse_job, read_fields
 from weft.job.registry import import_extensions
 from weft.job.run_folder import RunDir
@@ -74,16 +75,32 @@ def submit(target: Target, request: LaunchRequest) -> LaunchRecord:
     check_is_run(run)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / EXIT_FILE).unlink(missing_ok=True)
-    for name, text in {SUBMITTED_JOB: dump_yaml(request.job), **submission.files}.items():
+    files = {SUBMITTED_JOB: dump_yaml(request.job), **submission.files}
+    for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     submitted = time.time()
-    job_id = target.submit(request, submission)
+    try:
+        job_id = target.submit(request, submission)
+    except WeftError:
+        if earlier is None:
+            _remove_files(run, folder, files)
+        raise
     settings: dict[str, Any] = request.cluster.model_dump(mode="json", exclude_defaults=True)
     record = LaunchRecord(
         target.name, job_id, str(run.path), socket.gethostname(), submitted, request.nodes, request.plan.world, settings
     )
     (folder / "record.json").write_text(record.to_json(), encoding="utf-8")
     return record
+
+
+def _remove_files(run: RunDir, folder: Path, files: Iterable[str]) -> None:
+    """Remove the files of a launch that was refused, and folders that are empty then."""
+    for name in files:
+        (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+        run.path.rmdir()
+        run.path.parent.rmdir()
 
 
 def follow(
@@ -133,7 +150,8 @@ def stop(record: LaunchRecord, log: Callable[[str], None], kill: bool, timeout_s
     """Ask a launched run to save and stop, and wait for its end. Returns an exit code."""
     target = find_target(record.target)
     if (status := target.status(record)).state not in ACTIVE:
-        raise JobError(f"{Path(record.run).name} has already ended (exit code {status.exit_code})")
+        end = "without an exit code" if status.exit_code is None else f"(exit code {status.exit_code})"
+        raise JobError(f"{Path(record.run).name} has already ended {end}")
     (target.kill if kill else target.stop)(record)
     deadline = time.monotonic() + timeout_s
     while target.status(record).state in ACTIVE:
@@ -150,6 +168,11 @@ def find_launch(name: str, runs_dir: str = "runs") -> LaunchRecord:
     for path in (Path(name), Path(runs_dir) / name):
         if (record := LaunchRecord.read(RunDir(path))) is not None:
             return record
+    if (run := next((p for p in (Path(name), Path(runs_dir) / name) if (p / "job.yaml").is_file()), None)) is not None:
+        raise JobError(
+            f"{run} was started by weft train, not by weft launch; Ctrl-C there or SIGTERM saves and stops it, and "
+            "weft dash shows it"
+        )
     known = sorted(p.parent.parent.name for p in Path(runs_dir).glob("*/launch/record.json"))
     raise JobError(
         f"no launched run is at {name} or {Path(runs_dir) / name}; launched here: {', '.join(known) or 'none'}"

@@ -14,6 +14,7 @@ from weft.hardware.rank_environment import node_info
 from weft.job.errors import Exit, MachineError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
+from weft.job.store_path import check_conditional_writes
 from weft.launch.open_files import ensure_open_files
 from weft.launch.run_files import write_job_and_plan
 from weft.launch.train import check_store, finish, prepare
@@ -74,6 +75,7 @@ def start_node(
         os.environ.pop(name, None)  # they describe this process, not its ranks
     ensure_open_files(plan.world)
     check_store(job, run)
+    check_conditional_writes(run.shared(job.checkpoint.to), "checkpoint.to")
     with run_lock(run, shared=True, inherit=inherit) as lock, run_lock(RunDir(run.path / "nodes" / str(place.node))):
         if job.checkpoint.to:
             share_secret(run.shared(job.checkpoint.to), run.path)

@@ -17,12 +17,12 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from weft.hardware.probe import probe
 from weft.hardware.rank_environment import rank_info
-from weft.launch.targets.driver import write_json
+from weft.job.errors import WeftError
+from weft.job.store_path import AnyPath, as_path, check_access, replace
 from weft.supervisor.nodes.node_address import local_address
 
 MARK = "weft-node "
@@ -64,14 +64,15 @@ def _version(name: str) -> str:
         return "none"
 
 
-def meet(folder: Path, node: int, count: int) -> dict[int, dict[str, Any]]:
+def meet(folder: AnyPath, node: int, count: int) -> dict[int, dict[str, Any]]:
     """The addresses of all nodes that write theirs to the folder in time; serves the time at this node's own."""
     listener = socket.create_server((local_address(os.environ.get("MASTER_ADDR")), 0))
     host, port = listener.getsockname()
     threading.Thread(target=_serve_time, args=(listener,), daemon=True).start()
     with socket.create_server((host, 0)) as free:  # a port for NCCL's rendezvous
         rendezvous = free.getsockname()[1]
-    write_json(folder / f"node-{node}.json", {"address": host, "port": port, "rendezvous": rendezvous})
+    own = {"address": host, "port": port, "rendezvous": rendezvous}
+    replace(folder / f"node-{node}.json", json.dumps(own).encode())
     return _wait_for(folder, "node", count)
 
 
@@ -82,7 +83,7 @@ def _serve_time(listener: socket.socket) -> None:
             client.sendall(struct.pack("d", time.time()))
 
 
-def _wait_for(folder: Path, kind: str, count: int) -> dict[int, dict[str, Any]]:
+def _wait_for(folder: AnyPath, kind: str, count: int) -> dict[int, dict[str, Any]]:
     deadline = time.monotonic() + MEET_S
     while True:
         paths = [folder / f"{kind}-{n}.json" for n in range(count)]
@@ -101,7 +102,13 @@ def clock_difference(address: str, port: int) -> float:
 
 
 def main() -> int:
-    folder, count, node = Path(sys.argv[1]), int(sys.argv[2]), node_number()
+    folder, count, node = as_path(sys.argv[1]), int(sys.argv[2]), node_number()
+    try:
+        check_access(folder, "checkpoint.to")
+    except WeftError as error:
+        print(f"weft: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    folder.mkdir(parents=True, exist_ok=True)
     found = facts(node)
     others = meet(folder, node, count)
     for other, at in others.items():
@@ -120,7 +127,7 @@ def main() -> int:
         except subprocess.TimeoutExpired:
             found["nccl"] = f"no answer within {NCCL_S:.0f} s"
     print(MARK + json.dumps(found), flush=True)
-    write_json(folder / f"done-{node}.json", {})
+    replace(folder / f"done-{node}.json", b"{}")
     _wait_for(folder, "done", len(others))  # the others may still ask for the time
     return 0
 

@@ -64,9 +64,17 @@ class PolicyState:
     def holds(self) -> bool | None:
         """Whether the run may run now, at most check_s old; None while a price is not known."""
         if time.monotonic() - self._checked >= self.settings.check_s:
-            rule = self.rule()
+            first, self._checked = self._checked < 0, time.monotonic()
+            try:
+                rule = self.rule()
+            except JobError as error:
+                if first:
+                    raise
+                self.known, self.why = None, str(error)  # a file that is being edited does not end a run
+                self.log(self.why)
+                return None
             prices = {name: self._price(name) for name in sorted(rule.names)}
-            self._checked, self.known = time.monotonic(), rule.holds(datetime.now(), prices)
+            self.known = rule.holds(datetime.now(), prices)
             shown = "".join(f"{name} is {'unknown' if v is None else f'{v:g}'}, " for name, v in prices.items())
             self.why = f"{shown}it is {datetime.now():%a %H:%M}, and launch.when is {self.settings.when!r}"
         return self.known

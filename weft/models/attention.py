@@ -53,18 +53,31 @@ class TokenInfo(NamedTuple):
     """Sliding window of this block: each token attends to so many, itself included."""
     sinks: Tensor | None = None
     """The scores of this block's attention sinks [heads]."""
+    bias: Tensor | None = None
+    """What is added to the scores [heads, queries, keys]."""
+    scale: float | None = None
+    """Scale of the scores, where it is not 1 / √head_dim."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, info: TokenInfo) -> Tensor:
     """All tokens on this device. q [batch, seq, heads, head_dim], k and v of as many heads or fewer."""
     mask = attention_mask(q, causal, info)
+    if info.bias is not None:
+        mask = _biased(info.bias.to(q.dtype), mask, causal)
     if mask is None and _suits_cudnn(q):
         return _cudnn(q, k, v, causal)
     y = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-        attn_mask=mask, is_causal=causal and mask is None, enable_gqa=q.shape[2] != k.shape[2],
+        attn_mask=mask, is_causal=causal and mask is None, enable_gqa=q.shape[2] != k.shape[2], scale=info.scale,
     )  # fmt: skip
     return y.transpose(1, 2)
+
+
+def _biased(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """What is added to the scores, -inf where a token may not attend: [batch or 1, heads, queries, keys]"""
+    if causal and mask is None:
+        mask = torch.ones(bias.shape[1:], dtype=torch.bool, device=bias.device).tril()
+    return bias.unsqueeze(0) if mask is None else bias.unsqueeze(0).masked_fill(~mask, float("-inf"))
 
 
 def attention_mask(q: Tensor, causal: bool, info: TokenInfo) -> Tensor | None:

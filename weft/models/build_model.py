@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from weft.job.model import FAMILIES
 from weft.job.registry import find_object
 from weft.job.schema import Model
+from weft.models.encoder_decoder import EncoderDecoder, shifted_right
 from weft.models.lora import add_adapters
 from weft.models.user.module import build_user_module, user_loss_sum
 
@@ -48,6 +49,8 @@ def loss_sum(
 def logits(module: nn.Module, batch: dict[str, Tensor], *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """The output of one of Weft's models for a batch."""
     inputs, named = _arguments(batch, seed, dtype)
+    if isinstance(module, EncoderDecoder):
+        named["decoder_inputs"] = shifted_right(batch["targets"], batch["valid"])
     out: Tensor = module(inputs, **named)
     return out
 

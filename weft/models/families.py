@@ -29,6 +29,15 @@ for entry in (
         ),
     ),
     Family(
+        "t5", "T5: an encoder and a decoder with relative positions, RMS norm, and ReLU or gated GELU.",
+        "weft.models.encoder_decoder:EncoderDecoder", "encoder_decoder",
+        dict(
+            norm="rmsnorm", norm_eps=1e-6, positions="relative", activation="relu", tied=True, bias=False,
+            qk_norm=False, causal=True, dropout=0.0, rope_theta=10_000.0, attention_scale=1.0, position_buckets=32,
+            position_limit=128,
+        ),
+    ),
+    Family(
         "vit", "An encoder of image patches.", "weft.models.transformer:Transformer", "classifier",
         dict(
             norm="layernorm", norm_eps=1e-6, positions="learned", activation="gelu", tied=False, bias=True,

@@ -31,6 +31,8 @@ def initialise(name: str, tensor: Tensor, model: nn.Module, seed: int, first: in
         layers = int(getattr(model, "depth", 1))
         if not hasattr(model, "blocks"):
             std = math.sqrt(2.0 / tensor.shape[1])  # each GELU halves the variance (He et al. 2015)
+        elif name == "embed.weight":
+            std = float(getattr(model, "embedding_std", STD))
         elif owner.endswith((".o", ".down")):  # two additions a block to the residual stream (GPT-2 §2.3)
             std = STD / math.sqrt(2 * layers)
         else:

@@ -44,6 +44,6 @@ class DeepMLP(nn.Module):
                 delattr(self.layers, str(i))
         self.ends = ends
 
-    def hidden_shape(self, inputs: Tensor, sequence_cut: int) -> tuple[int, ...]:
+    def hidden_shape(self, batch: dict[str, Tensor], sequence_cut: int) -> tuple[int, ...]:
         """Shape of the activations between stages."""
-        return inputs.shape[0], self.dim
+        return batch["inputs"].shape[0], self.dim

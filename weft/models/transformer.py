@@ -230,6 +230,7 @@ class Transformer(nn.Module):
         if not ends:
             self.transform = self.norm = self.head = None
 
-    def hidden_shape(self, inputs: Tensor, sequence_cut: int) -> tuple[int, ...]:
+    def hidden_shape(self, batch: dict[str, Tensor], sequence_cut: int) -> tuple[int, ...]:
         """Shape of the activations between stages."""
+        inputs = batch["inputs"]
         return inputs.shape[0], inputs.shape[1] // sequence_cut, self.dim

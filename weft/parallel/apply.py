@@ -163,6 +163,7 @@ def spread_stage(
     model.sample_axes = _sample_axes(mesh, plan)  # type: ignore[assignment]
     names = dict(model.named_parameters())
     aliases = {n: of for n, of in _aliases(model).items() if of not in names}
+    aliases |= {n: n for n in getattr(model, "borrowed", ())}
     frozen: dict[str, Tensor] = {aliases.get(n, n): p for n, p in names.items() if not p.requires_grad}
     return SpreadModel(model, data, tp, partial, replicated, frozen, aliases, DelayedScales(model, mesh))
 

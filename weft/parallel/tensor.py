@@ -273,6 +273,12 @@ def _by_head(split: TensorSplit, part: PartModule) -> None:
     split.cut(part.model, part.module, "weight", 0)
 
 
+def _head_table(split: TensorSplit, part: PartModule) -> None:
+    """A table with a column for each head: a rank looks up those of its heads."""
+    part.module.register_forward_hook(lambda _, __, y: split.axis.narrow(y, -1))
+    part.mark_partial(split)
+
+
 def _routed(split: TensorSplit, part: PartModule) -> None:
     if not any(isinstance(p, DTensor) for p in part.module.parameters()):  # else they are sharded over ep
         part.mark_partial(split)
@@ -296,6 +302,7 @@ ROLES: dict[str, Role] = {
     "region": _region,
     "sequence": _sequence,
     "heads": _heads,
+    "head_table": _head_table,
     "by_head": _by_head,
     "scatter": _scatter,
     "routed": _routed,

@@ -10,14 +10,17 @@ from weft.job.model import FAMILIES
 from weft.job.registry import did_you_mean, listed
 from weft.job.schema import Model
 from weft.pretrained.config_fields import Config, Fields
-from weft.pretrained.folder import CONFIG, TOKENIZER, find_folder, read_json
+from weft.pretrained.folder import CONFIG, TOKENIZER, find_folder, read_json, tensor_names
 from weft.pretrained.registry import PRETRAINED, PretrainedFamily, families_of
 
 
 def model_fields(name: str) -> Fields:
     """The fields of `model` for a checkpoint: a folder or a name in the hub cache."""
     folder = find_folder(name)
-    return read_fields(read_json(folder / CONFIG), str(folder / CONFIG))[1]
+    family, fields = read_fields(read_json(folder / CONFIG), str(folder / CONFIG))
+    if fields.get("tied") and family.untied_head and fields.get("head_scale") == 1.0:
+        fields["tied"] = family.untied_head not in tensor_names(folder)
+    return fields
 
 
 def tokenizer_path(name: str) -> str | None:
@@ -79,7 +82,7 @@ def _written(family: PretrainedFamily, model: Model) -> Fields | None:
         return None
     if described(Model.model_validate(fields)) != described(model):
         return None
-    return out | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # not the family's defaults
+    return {**dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")), **out}  # not the family's defaults
 
 
 _OF_EXPERTS = (
@@ -102,7 +105,8 @@ def described(model: Model) -> Fields:
     return {
         **{n: getattr(model, n) for n in ("family", "dim", "layers", "heads", "ffn", "vocab", "norm", "norm_eps")},
         **{n: getattr(model, n) for n in ("positions", "embedding_scale", "activation", "causal")},
-        **{n: getattr(model, n) for n in ("token_types", "classes")},
+        **{n: getattr(model, n) for n in ("token_types", "classes", "encoder_layers", "position_buckets")},
+        **{n: getattr(model, n) for n in ("position_limit", "head_scale")},
         "kv_heads": model.kv_heads or model.heads,
         "head_dim": model.head_dim or (model.dim or 0) // (model.heads or 1),
         "norm_at": model.norm_at or "input",
@@ -123,6 +127,6 @@ def described(model: Model) -> Fields:
         "window": model.window if windowed else None,
         "windowed": windowed,
         "window_theta": model.window_theta if windowed else None,
-        "max_len": None if rope else model.max_len,
+        "max_len": model.max_len if model.positions == "learned" else None,
         "experts": experts,
     }

@@ -1,11 +1,11 @@
-"""Keys of configs and names of tensors of encoders (BERT)."""
+"""Keys of configs and names of tensors of encoders (BERT) and encoder-decoders (T5)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from weft.job.schema import Model
-from weft.pretrained.config_fields import Choice, Config, Fields, Fixed, Key, Only, Without
+from weft.pretrained.config_fields import Choice, Config, Fields, Fixed, Key, Only, SizeKey, Without
 from weft.pretrained.family_parts import PLAIN, SIZES, Names
 from weft.pretrained.registry import PretrainedFamily
 
@@ -66,6 +66,96 @@ _KEYS = (
 _OLDER = {".gamma": ".weight", ".beta": ".bias"}
 _POSITIONS = "*embeddings.position_ids"
 
+
+@dataclass(frozen=True)
+class T5Layers:
+    """Blocks of the encoder, and of both together."""
+
+    def read(self, config: Config) -> Fields:
+        encoder = config.number("num_layers", 6)
+        return {"encoder_layers": encoder, "layers": encoder + config.number("num_decoder_layers", encoder)}
+
+    def write(self, model: Model) -> Fields:
+        encoder = model.encoder_layers or 0
+        return {"num_layers": encoder, "num_decoder_layers": (model.layers or 0) - encoder}
+
+
+_T5_ACTIVATIONS = {
+    "relu": ("relu", "relu"), "gated-gelu": ("geglu", "gelu_new"), "gated-silu": ("swiglu", "silu"),
+    "gelu_new": ("gelu", "gelu_new"), "gelu": ("gelu_exact", "gelu"),
+}  # fmt: skip
+"""By feed_forward_proj, model.activation and dense_act_fn."""
+
+
+@dataclass(frozen=True)
+class T5Activation:
+    """feed_forward_proj, which dense_act_fn and is_gated_act repeat."""
+
+    def read(self, config: Config) -> Fields:
+        kind = config.take("feed_forward_proj", "relu")
+        if not isinstance(kind, str) or kind not in _T5_ACTIVATIONS:
+            raise config.wrong("feed_forward_proj", kind, " or ".join(_T5_ACTIVATIONS))
+        activation, function = _T5_ACTIVATIONS[kind]
+        Only("dense_act_fn", (function,)).read(config)
+        Only("is_gated_act", (kind.startswith("gated"),)).read(config)
+        return {"activation": activation}
+
+    def write(self, model: Model) -> Fields:
+        return {"feed_forward_proj": next((k for k, (a, _) in _T5_ACTIVATIONS.items() if a == model.activation), None)}
+
+
+@dataclass(frozen=True)
+class T5Head:
+    """Whether the head is tied and its input scaled. Older configs have one key for both; newer ones are always tied,
+    and have a head of their own if their files hold one."""
+
+    def read(self, config: Config) -> Fields:
+        tied = bool(config.take("tie_word_embeddings", True))
+        scaled = config.take("scale_decoder_outputs", tied)
+        if config.raw.get("scale_decoder_outputs") is False:
+            scaled = False
+        return {"tied": tied, "head_scale": config.number("d_model", 512) ** -0.5 if scaled else 1.0}
+
+    def write(self, model: Model) -> Fields:
+        return {"tie_word_embeddings": bool(model.tied), "scale_decoder_outputs": model.head_scale != 1.0}
+
+
+def _t5_block(kind: str, last: int) -> Names:
+    """Names of a block whose feed-forward layer is the last of its layers."""
+    block, there = f"blocks.{kind}{{i}}", f"{kind}.block.{{i}}.layer"
+    dense = f"{there}.{last}.DenseReluDense"
+    return {
+        **{f"{block}.attn.{n}.weight": f"{there}.0.SelfAttention.{n}.weight" for n in "qkvo"},
+        f"{block}.attn_norm.weight": f"{there}.0.layer_norm.weight",
+        f"{block}.mlp.gate.weight": f"{dense}.wi_0.weight",
+        f"{block}.mlp.up.weight": f"{dense}.wi{{gated}}.weight",
+        f"{block}.mlp.down.weight": f"{dense}.wo.weight",
+        f"{block}.mlp_norm.weight": f"{there}.{last}.layer_norm.weight",
+    }
+
+
+_CROSS = "decoder.block.{i}.layer.1"
+T5: Names = {
+    "embed.weight": "shared.weight",
+    **{
+        f"{kind}_bias.weight": f"{kind}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        for kind in ("encoder", "decoder")
+    },
+    **_t5_block("encoder", 1), **_t5_block("decoder", 2),
+    **{f"blocks.decoder{{i}}.cross.{n}.weight": f"{_CROSS}.EncDecAttention.{n}.weight" for n in "qkvo"},
+    "blocks.decoder{i}.cross_norm.weight": f"{_CROSS}.layer_norm.weight",
+    "encoder_norm.weight": "encoder.final_layer_norm.weight", "norm.weight": "decoder.final_layer_norm.weight",
+    "head.weight": "lm_head.weight",
+}  # fmt: skip
+_T5_KEYS = (
+    SizeKey("dim", "d_model", 512), SizeKey("head_dim", "d_kv", 64), SizeKey("ffn", "d_ff", 2048),
+    SizeKey("heads", "num_heads", 8), SizeKey("vocab", "vocab_size", 32128), T5Layers(), T5Activation(), T5Head(),
+    SizeKey("position_buckets", "relative_attention_num_buckets", 32),
+    SizeKey("position_limit", "relative_attention_max_distance", 128), Key("norm_eps", "layer_norm_epsilon", 1e-6),
+    Only("decoder_start_token_id", (0,)), Only("pad_token_id", (0,)), Only("is_decoder", (False,)),
+    Without(("n_positions", "output_past")),
+)  # fmt: skip
+
 ENCODER_FAMILIES = (
     PretrainedFamily(
         "bert", "BERT", "BertForMaskedLM", "bert", (*_KEYS, Key("tied", "tie_word_embeddings", True)),
@@ -80,5 +170,11 @@ ENCODER_FAMILIES = (
         BERT | _LABEL_HEAD, "bert.", (_POSITIONS, "cls.*"), model_type="bert",
         also_reads=("BertModel", "BertForMaskedLM", "BertForPreTraining"), fresh=("head.*",), older_endings=_OLDER,
         labels=True,
+    ),
+    PretrainedFamily(
+        "t5", "T5, T5 v1.1 and Flan-T5", "T5ForConditionalGeneration", "t5", _T5_KEYS, T5, "",
+        ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight",
+         "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"),
+        untied_head="lm_head.weight",
     ),
 )  # fmt: skip

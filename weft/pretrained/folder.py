@@ -102,6 +102,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def tensor_names(folder: Path) -> set[str]:
+    """Names of the tensors in a folder, from its index or the header of a safetensors file; none of other files."""
+    files = weight_files(folder)
+    if files.listed is not None:
+        return set(files.listed)
+    if files.format != "safetensors":
+        return set()
+    with (folder / files.files[0]).open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        try:
+            return set(json.loads(file.read(min(size, MAX_JSON_BYTES)).decode("utf-8")))
+        except (ValueError, RecursionError):
+            return set()  # the reader describes what is wrong
+
+
 def weight_files(folder: Path) -> WeightFiles:
     """The files of weights in a folder."""
     for name, kind in FORMATS:

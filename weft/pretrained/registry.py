@@ -33,7 +33,8 @@ class PretrainedFamily:
     converters: tuple[Converter, ...]
     """How keys of a config become fields of the model."""
     names: Mapping[str, str | Fused]
-    """By the name of a parameter, that of the tensor in a file; {i} is a block, {e} an expert, {p} weight or bias."""
+    """By the name of a parameter, that of the tensor in a file; {i} is a block, {e} an expert, {p} weight or bias,
+    {gated} _1 in a model with a gate."""
     prefix: str = "model."
     """Prefix of the names that files of the bare model leave out."""
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
@@ -46,6 +47,8 @@ class PretrainedFamily:
     """Patterns of parameters that files of those may lack: they get initial values."""
     older_endings: Mapping[str, str] = field(default_factory=dict)
     """Endings of names in older files, and those of today."""
+    untied_head: str = ""
+    """Tensor that a file holds if the head is not tied, where the config does not say so."""
     labels: bool = False
     """Whether it gives one label a sample."""
 

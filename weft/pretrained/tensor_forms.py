@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -144,7 +144,7 @@ class FileTensor:
         return tuple(self.form.join(made, model).shape)
 
 
-_BLOCK_NAME = re.compile(r"blocks\.(\d+)\.(.+)")
+_BLOCK_NAME = re.compile(r"blocks\.(encoder|decoder|)(\d+)\.(.+)")
 
 
 def named_shapes(family: PretrainedFamily, module: nn.Module) -> dict[str, Shape]:
@@ -158,6 +158,7 @@ def file_tensors(family: PretrainedFamily, model: Model, shapes: Iterable[tuple[
     found: dict[str, tuple[Form, list[TensorPart]]] = {}
     for name, shape in shapes:
         there = _lookup(family, name)
+        there = replace(there, name=there.name.replace("{gated}", "_1" if model.gated else ""))
         if "{e}" in there.name:
             for e in range(shape[0]):
                 found[there.name.replace("{e}", str(e))] = (FORMS[there.form], [TensorPart(name, shape[1:], e)])
@@ -175,7 +176,7 @@ def _lookup(family: PretrainedFamily, name: str) -> Fused:
 
 def _find(family: PretrainedFamily, name: str) -> Fused | None:
     match = _BLOCK_NAME.fullmatch(name)
-    key, block = (f"blocks.{{i}}.{match[2]}", match[1]) if match else (name, "")
+    key, block = (f"blocks.{match[1]}{{i}}.{match[3]}", match[2]) if match else (name, "")
     owner, _, leaf = key.rpartition(".")
     there = family.names.get(key) or family.names.get(f"{owner}.{{p}}")
     if there is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -16,9 +17,11 @@ from weft.data.dataset import open_tokenizer
 from weft.data.tokenizer import Tokenizer
 from weft.job.errors import JobError
 from weft.job.schema import Job
+from weft.models.encoder_decoder import EncoderDecoder
 from weft.models.key_value_cache import KeyValueCache
 from weft.pretrained.folder import CONFIG, GENERATION_CONFIG, existing_folder, read_json
 from weft.training.export import load_model
+from weft.training.translate import translate_texts
 
 
 @dataclass(frozen=True)
@@ -37,15 +40,35 @@ class Sampling:
 
 
 def generate(
-    found: SavedCheckpoint, job: Job, prompts: Sequence[str], tokens: int, sampling: Sampling, ema: bool = False
-) -> Iterator[tuple[int, str]]:
+    found: SavedCheckpoint, job: Job, prompts: Sequence[str], tokens: int, sampling: Sampling, ema: bool = False,
+    beams: int = 1,
+) -> Iterator[tuple[int, str]]:  # fmt: skip
     """Yield the generated texts in parts, each with the index of its prompt, without the prompts. `job` is the
-    checkpoint's saved_job()."""
+    checkpoint's saved_job(); beam search is for an encoder-decoder."""
+    if job.model.is_encoder_decoder:
+        return _translate(found, job, prompts, tokens, sampling, ema, beams)
+    if beams > 1:
+        raise JobError(
+            f"--beams searches translations, and model.family={job.model.family} continues texts; leave it out"
+        )
     if not job.model.is_decoder:
         raise JobError(f"only a language model can generate; this run trains {job.model.module or job.model.family}")
     return continue_texts(
         load_model(found, job, ema), open_tokenizer(job.data), prompts, tokens, sampling,
         window=job.model.max_len or job.data.seq_len, end_tokens=end_tokens(job.model.pretrained),
+    )  # fmt: skip
+
+
+def _translate(
+    found: SavedCheckpoint, job: Job, prompts: Sequence[str], tokens: int, sampling: Sampling, ema: bool, beams: int
+) -> Iterator[tuple[int, str]]:
+    model, tokenizer = load_model(found, job, ema), open_tokenizer(job.data)
+    assert isinstance(model, EncoderDecoder)
+    randoms = [torch.Generator().manual_seed((sampling.seed + i) % 2**63) for i in range(len(prompts))]
+    return translate_texts(
+        model, tokenizer, prompts, tokens, beams=beams, longest=job.data.seq_len,
+        ends=end_tokens(job.model.pretrained) or frozenset([tokenizer.eos]),
+        picks=[partial(pick_token, sampling=sampling, random=random) for random in randoms],
     )  # fmt: skip
 
 

@@ -64,7 +64,8 @@ class Stepper:
         state, spread_model, job = self.state, self.state.model, self.job
         spread_model.zero_grad()
         count, counting = self._global_count(batches)
-        nominal = job.train.ramp.batch(state.step) * batches[0]["valid"][0].numel() / self.apart
+        targets = job.data.seq_len if job.model.is_encoder_decoder else batches[0]["valid"][0].numel()
+        nominal = job.train.ramp.batch(state.step) * targets / self.apart
         total = spread_model.backward(
             self.local(batches), self.loss_of(job.train.label_smoothing), state.scale.value / nominal,
             self.meanwhile,

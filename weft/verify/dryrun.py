@@ -162,6 +162,8 @@ def make_batch(job: Job, plan: Plan) -> Batch:
     if model.labels_samples:
         return {**batch, "inputs": tokens, "targets": tokens[:, 0].clone(), "valid": torch.ones(size, dtype=torch.bool)}
     batch |= {"inputs": tokens, "targets": tokens.clone(), "valid": torch.ones(size, seq, dtype=torch.bool)}
+    if model.is_encoder_decoder:
+        return batch | ({"docs": tokens.clone()} if job.data.pads_batches else {})
     if job.data.separates_documents:
         batch |= {"docs": tokens.clone(), "positions": tokens.clone()}
     return batch

@@ -61,6 +61,8 @@ def small(job: Job) -> Job:
             "heads": heads, "kv_heads": max(1, heads // group), "head_dim": 16, "ffn": min(m.ffn or 128, 128),
             "vocab": min(m.vocab or 256, _data_vocab(job) + m.is_encoder),
         }  # fmt: skip
+        if m.is_encoder_decoder:
+            updates |= {"layers": 4, "encoder_layers": 2, "head_scale": None if m.head_scale is None else m.head_scale}
         if m.rope_dim is not None:
             updates["rope_dim"] = 8
         if m.rope_scaling is not None and m.rope_scaling.kind == "longrope":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from helpers import parity
 from helpers.command import Output, Started, losses, run_of, until, weft, write_job
 
+from weft.job.load import load_job
+from weft.launch.launch_job import plan_for
 from weft.launch.targets.known_targets import TARGETS, find_target
 
 InProcess = Callable[..., Output]
@@ -48,6 +51,36 @@ def test_detached_launch_is_stopped(tmp_path: Path, in_process: InProcess, inter
     assert in_process(tmp_path, "stop", "run").code == 0
     assert attached.end().code == 75
     assert json.loads(in_process(tmp_path, "runs", "--json").out)["runs"][0]["state"] == "stopped"
+
+
+def test_run_of_weft_train_is_not_stopped(tmp_path: Path, in_process: InProcess) -> None:
+    run = tmp_path / "runs" / "by-train"
+    run.mkdir(parents=True)
+    (run / "job.yaml").write_text("name: by-train\n", encoding="utf-8")
+    for command in ("stop", "attach"):
+        refused = in_process(tmp_path, command, "by-train")
+        assert (refused.code, "was started by weft train, not by weft launch" in refused.last) == (2, True)
+
+
+def test_refused_submission_leaves_no_files(
+    tmp_path: Path, in_process: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_small_job(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "there is no sbatch here" in in_process(tmp_path, "launch", "job.yaml", "--on", "slurm").last
+    assert not (tmp_path / "runs").exists()
+
+
+def test_node_without_a_shared_folder_gets_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_small_job(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    request = plan_for(
+        "job.yaml", ["checkpoint.to=s3://bucket/it's", "cluster.workdir=" + str(tmp_path / "w")], "local"
+    )[1]
+    job = request.launch_folder / "submitted.yaml"
+    shown = subprocess.run(["bash", "-c", request.node_script("pwd")], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == str(tmp_path / "w")
+    assert load_job(str(job)) == request.job
 
 
 def test_print_and_dry_run_write_nothing(tmp_path: Path, in_process: InProcess) -> None:

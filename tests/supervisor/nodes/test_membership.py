@@ -16,6 +16,7 @@ from helpers.command import DEADLINE_S, until
 from weft.job.errors import MachineError
 from weft.job.load import load_job
 from weft.job.run_folder import RunDir
+from weft.job.store_path import StorePath
 from weft.supervisor.authenticated_store import AuthenticatedStore
 from weft.supervisor.nodes.consensus import Decision, NodeRanks, Proposal, Report
 from weft.supervisor.nodes.discovery import NodeRegistry
@@ -24,6 +25,7 @@ from weft.supervisor.nodes.node_address import NodeAddress, local_address
 from weft.supervisor.replan import replan
 from weft.supervisor.store_server import StoreServer
 from weft.wire.channel import Disconnected
+from weft.wire.secret import share_secret
 
 
 def _decide(proposal: Proposal, reports: Mapping[int, Report]) -> Decision:
@@ -35,10 +37,12 @@ def _decide(proposal: Proposal, reports: Mapping[int, Report]) -> Decision:
 class SupervisedRank:
     """A node that halts when there is trouble, as a supervisor would after stopping its ranks."""
 
-    def __init__(self, folder: Path, node: int, count: int) -> None:
+    def __init__(self, folder: Path, node: int, count: int, shared: StorePath | None = None) -> None:
         self.news, self.notes = threading.Event(), []
         place = NodeAddress(node, count, "127.0.0.1")
-        self.nodes = Membership(RunDir(folder), place, 1, _decide, self.news.set, self.notes.append, lost_s=6.0)
+        self.nodes = Membership(
+            RunDir(folder), place, 1, _decide, self.news.set, self.notes.append, lost_s=6.0, shared=shared
+        )
         self.stop = threading.Event()
         threading.Thread(target=self._live, daemon=True).start()
 
@@ -93,6 +97,28 @@ def test_nodes_agree_lose_and_readmit_a_node(tmp_path: Path) -> None:
     for member in members:
         member.die()
     assert not list((tmp_path / "nodes").glob("*.json"))
+
+
+def test_nodes_without_a_shared_folder_meet_in_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WEFT_SECRET", raising=False)
+    store, folders = StorePath(f"memory://{tmp_path.name}/run"), [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+        share_secret(store, folder)
+    members = [SupervisedRank(folder, node, 2, store) for node, folder in enumerate(folders)]
+    until(lambda: all(m.attempt == 1 and m.nodes.lease_until() > 0 for m in members))
+    assert members[0].nodes.secret == members[1].nodes.secret
+    members[0].die()
+    until(lambda: members[1].attempt == 2)
+    members[0] = SupervisedRank(folders[0], 0, 2, store)  # it comes back, and finds the other in the store
+    until(lambda: members[1].nodes.joining_nodes() == (0,))
+    members[1].nodes.halt("node 0 is back")
+    until(lambda: all(m.attempt == 3 for m in members))
+    members[0].nodes.end(75)
+    until(lambda: members[1].nodes.remote_exit_code() == 75 and members[1].nodes.ended() == 75)
+    for member in members:
+        member.die()
+    assert store.names() == [".secret", *(f"attempts/00000{n}.json" for n in (1, 2, 3)), "nodes/ended"]
 
 
 def test_store_answers_only_ranks_of_its_attempt(tmp_path: Path) -> None:

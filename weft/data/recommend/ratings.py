@@ -55,18 +55,19 @@ class RatingDataset:
         self._held = np.sort(last[seen > 1])
         kept = np.ones(len(ratings.users), dtype=np.bool_)
         kept[self._held] = False
-        self._train = np.flatnonzero(kept)
+        self.kept = np.flatnonzero(kept)
+        """Numbers of the ratings that are trained on."""
         order = np.argsort(ratings.users, kind="stable")
         self._rated = [np.unique(items) for items in np.split(ratings.items[order], np.cumsum(seen)[:-1])]
         """The items of each user, rising."""
         if any(len(items) == ratings.item_count for items in self._rated):
             raise JobError(f"data.source {job.data.source}: a user has rated every item, so there is no other to draw")
-        self.train_len, self.val_len = len(self._train), len(self._held)
+        self.train_len, self.val_len = len(self.kept), len(self._held)
         self.fingerprint = f"{zlib.crc32(ratings.users.tobytes() + ratings.items.tobytes()):08x}"
 
     def train(self, index: int, epoch: int = 0) -> dict[str, np.ndarray]:
         """A rated item, with others that are drawn from a generator of (seed, sample, epoch)."""
-        return self._sample(int(self._train[index]), self._negatives, f"{self._seed} {epoch}", index)
+        return self._sample(int(self.kept[index]), self._negatives, f"{self._seed} {epoch}", index)
 
     def val(self, index: int) -> dict[str, np.ndarray]:
         """A held-out item with others, which are the same in every run."""

@@ -237,6 +237,11 @@ def _run(command: list[str], cluster: Cluster, stdin: str | None = None, timeout
     said = " ".join(line.removeprefix(f"{command[0]}: ").removeprefix("error: ") for line in done.stderr.splitlines())
     if done.returncode == 0:
         return done.stdout + done.stderr
+    if "configuration source" in said:
+        raise MachineError(
+            "Slurm is installed here, but it has no configuration: start weft launch on a login node of the cluster, "
+            "or set SLURM_CONF"
+        )
     if "invalid partition" in said.lower():
         known = subprocess.run(["sinfo", "--noheader", "--format=%R"], capture_output=True, text=True).stdout.split()
         raise JobError(f"Slurm has no partition {cluster.partition}; cluster.partition may be {', '.join(known)}")

@@ -16,6 +16,7 @@ from weft.hardware.network import GLOO, NCCL
 from weft.job.cluster import Cluster
 from weft.job.errors import JobError
 from weft.job.launch.settings import LaunchSettings
+from weft.job.load import dump_yaml
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner import Plan
@@ -95,12 +96,22 @@ class LaunchRequest:
         """Shell lines that a node runs: the set-up lines, the environment, and a command in the run's folder."""
         exports = [f"export {name}={shlex.quote(value)}" for name, value in self.environment().items()]
         workdir, folder = shlex.quote(self.workdir), shlex.quote(str(self.launch_folder))
+        if self.job.checkpoint.to:
+            return "\n".join([*self.cluster.setup, *exports, self._make_folder(), f'exec {shlex.join(command)} "$@"'])
         missing = (
             f"the folder {self.workdir} or the run folder is not on $(hostname): use a folder that all nodes share for "
-            "the run (runs_dir, cluster.workdir)"
+            "the run (runs_dir, cluster.workdir), or a store (checkpoint.to)"
         )
         check = f'cd {workdir} 2>/dev/null && [ -d {folder} ] || {{ echo "weft: {missing}" >&2; exit 4; }}'
         return "\n".join([*self.cluster.setup, *exports, check, f'exec {shlex.join(command)} "$@"'])
+
+    def _make_folder(self) -> str:
+        """Shell lines that make the run folder of a node that shares no disk, and write the job there."""
+        workdir, folder = shlex.quote(self.workdir), shlex.quote(str(self.launch_folder))
+        job = shlex.quote(str(self.launch_folder / SUBMITTED_JOB))
+        failed = f'{{ echo "weft: {self.launch_folder} cannot be made on $(hostname)" >&2; exit 4; }}'
+        write = f"cat >{job}.$$ <<'WEFT_JOB'\n{dump_yaml(self.job)}WEFT_JOB\nmv {job}.$$ {job}"
+        return f"mkdir -p {workdir} {folder} && cd {workdir} || {failed}\n{write}"
 
     def environment(self) -> dict[str, str]:
         """Environment variables that the job sets for its nodes."""

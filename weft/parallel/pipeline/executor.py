@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.axis import Axis
-from weft.comm.shards import local_of
+from weft.comm.shards import local_of, on_flat_
 from weft.parallel.data.compression import Compressor
 from weft.parallel.data.data_parallel import nothing
 from weft.parallel.expert.load import ExpertLoad
@@ -73,18 +73,22 @@ class Pipelined:
         self.ties = ties or {}
         self.master_params: dict[str, Tensor] = {}
         self.compute_params: dict[str, Tensor] = {}
-        self.twins: dict[str, Tensor] = {}
+        self.twins: list[tuple[str, Tensor]] = []
         """Tied weights that this rank holds a second time, in its last stage: copies of the master weight, which the
         optimizer, checkpoints and proofs do not use."""
-        self.twin_compute_params: dict[str, Tensor] = {}
+        self.twin_compute_params: list[tuple[str, Tensor]] = []
         self.counted: list[Tensor] = []
         for index in sorted(stages):
             for name, master in stages[index].master_params.items():
                 tied = name in stages[index].aliases.values()
                 twin = tied and name in self.master_params
-                (self.twins if twin else self.master_params)[name] = master
-                if (copy := stages[index].compute_params.get(name)) is not None:
-                    (self.twin_compute_params if twin else self.compute_params)[name] = copy
+                copy = stages[index].compute_params.get(name)
+                if twin:
+                    self.twins.append((name, master))
+                    self.twin_compute_params += [] if copy is None else [(name, copy)]
+                else:
+                    self.master_params[name] = master
+                    self.compute_params |= {} if copy is None else {name: copy}
                 if not tied:
                     self.counted.append(master)
         self.splits = any(a.kind in "IW" for a in schedule.actions[axis.rank])
@@ -186,7 +190,7 @@ class Pipelined:
     @torch.no_grad()
     def _renew_twins(self) -> None:
         for held in (self.twins, self.twin_compute_params):
-            for name, twin in held.items():
+            for name, twin in held:
                 local_of(twin).copy_(local_of(self.master_params[name]))
 
     def figures(self) -> Tensor:
@@ -202,13 +206,20 @@ class Pipelined:
 
     def _sum_tied(self) -> None:
         """A weight that two stages share gets the sum of their gradients, wherever it is updated."""
-        for name, twin in self.twins.items():
+        for name, twin in self.twins:
             _grad(self.master_params[name]).add_(_grad(twin))
         for name, (first, second) in sorted(self.ties.items()):
             owner, copy = self.schedule.rank_of[first], self.schedule.rank_of[second]
             if owner != copy and self.axis.rank in (owner, copy) and name in self.master_params:
                 grad = _grad(self.master_params[name])
                 grad += self.links.exchange(copy if self.axis.rank == owner else owner, grad).view_as(grad)
+        if shared := [_grad(self.master_params[name]) for name in self.shared if name in self.master_params]:
+            on_flat_(shared, self.axis.all_reduce)
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Small weights that every stage holds."""
+        return tuple(getattr(self.parts[0].module, "shared", ()))
 
 
 def _grad(master: Tensor) -> Tensor:

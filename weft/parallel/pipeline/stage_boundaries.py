@@ -33,7 +33,7 @@ class StageBoundaries:
         """The boundary after each stage but the last. All ranks of a pipeline call this with the same batches."""
         module: Any = next(iter(self.stages.values())).module
         if not hasattr(module, "stage"):
-            return [Boundary.single(module.hidden_shape(batch["inputs"], self.sequence_cut), self.dtype)] * self.last
+            return [Boundary.single(module.hidden_shape(batch, self.sequence_cut), self.dtype)] * self.last
         key = module.training, tuple((name, tuple(t.shape)) for name, t in batch.items())
         if key not in self.known:
             self.known[key] = self._find(batch, loss_of, module.training)

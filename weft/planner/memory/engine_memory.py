@@ -148,7 +148,7 @@ class EngineMemory:
         at = np.broadcast_to(place.pp, len(layouts))
         if least:
             blocks = np.maximum((self.job.model.layers or 0) // layouts.pp, 1).astype(float)
-            inner = blocks if self.job.model.experts is None else 0.0 * blocks
+            inner = blocks if self.job.model.first_blocks is None else 0.0 * blocks
             dense = np.where(layouts.pp > 1, inner, self.stages.first_dense)
             again = np.minimum(blocks, layouts.recompute_blocks / layouts.pp)
             counts = BlockCounts(blocks, dense, again, again)

@@ -147,7 +147,9 @@ class LayoutGroup:
             columns = np.ceil(pairs)
             return u["column"].times(columns) + u["row"].times(blocks - alone - columns) + u["whole"].times(alone)
         sizes = u["dense"].times(dense) + self._ends(u)
-        return sizes if self.job.model.experts is None else sizes + (u["routed"] + u["experts"]).times(blocks - dense)
+        return (
+            sizes if self.job.model.first_blocks is None else sizes + (u["routed"] + u["experts"]).times(blocks - dense)
+        )
 
     def units_here(self) -> dict[str, UnitSizes]:
         """Sizes of each kind of unit, one column for each layout."""
@@ -205,7 +207,7 @@ class LayoutGroup:
         kinds = (
             {"dense": u["column"], "root": none} if job.model.is_stack else {"dense": u["dense"], "root": self._ends(u)}
         )
-        if job.model.experts is not None:
+        if job.model.first_blocks is not None:
             apart = self.flags["ep"] and self.flags["zero"] > 0
             kinds |= {"routed": u["routed"] if apart else u["routed"] + u["experts"]}
             kinds |= {"experts": u["experts"]} if apart else {}
@@ -283,6 +285,8 @@ class LayoutGroup:
             return size * (8.0 + FP32_BYTES * seq * model.patch_dim + 8 + 1)
         if model.labels_samples:
             return size * (8.0 + seq * 8 + 8 + 1)
+        if model.is_encoder_decoder:
+            return size * (8.0 + seq * (8 + 8 + 1 + (8 if self.job.data.pads_batches else 0)))
         return size * (8.0 + seq * (8 + 8 + 1 + (16 if self.job.data.separates_documents else 0)))
 
     def _neighbours(self) -> Size:
@@ -327,7 +331,7 @@ def chunk_tokens(job: Job, layouts: Layouts) -> Size:
     if job.memory.chunk != "auto":
         return np.full(len(layouts), job.memory.chunk)
     long = job.data.seq_len / layouts.cp > MAX_MICROBATCH_TOKENS
-    if not attends(job) or job.model.experts is not None or needs_whole_sequence(job):
+    if not attends(job) or job.model.first_blocks is not None or needs_whole_sequence(job):
         return np.zeros(len(layouts), np.int64)
     return np.where(long & ~(SPLITS[layouts.schedule] & (layouts.pp > 1)), LONG_SEQUENCE_CHUNK, 0)
 

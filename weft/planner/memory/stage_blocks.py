@@ -54,7 +54,7 @@ class StageBlocks:
 
     def __init__(self, job: Job):
         self.layers = job.model.layers or 0
-        self.first_dense = self.layers if job.model.experts is None else min(job.model.experts.first_dense, self.layers)
+        self.first_dense = self.layers if job.model.first_blocks is None else job.model.first_blocks
         self._ranks = cache(self._by_rank)
         self._split = cache(partial(split_blocks, job))
         self.job = job

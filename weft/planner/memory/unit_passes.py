@@ -124,6 +124,9 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
         dense = block_bytes(m, z)
     routed = block_bytes(m, z, mix) if mix is not None else None
     hidden = z.rows * z.dim * z.c
+    if m.is_encoder_decoder:
+        dense, routed = _stream_blocks(dense, z, seq, memory.device)
+        hidden = 2 * hidden
     rotary = float(FP32_BYTES * seq * (m.head_dim or 0)) * (layouts.microbatch if job.data.separates_documents else 1)
     per_microbatch = (rotary if m.positions == "rope" else 8.0 * seq) + 0.0 * z.tokens
     if job.data.separates_documents:
@@ -139,7 +142,23 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
     wide = z.ffn if mix is None else (mix.uses * mix.ffn + z.tokens * mix.shared) / z.tokens
     later = z.tokens * z.c * (z.heads + 2 * z.kv + gates * wide) + 4 * hidden
     begin = _embedding(m, z, layouts)
+    if m.is_encoder_decoder:
+        begin = PassBytes(2 * begin.kept, 2 * begin.forward, begin.backward)
     return Passes(dense, routed, begin, end, head_grad, hidden, per_microbatch, later)
+
+
+def _stream_blocks(block: BlockBytes, z: Sizes, seq: int, device: str) -> tuple[BlockBytes, BlockBytes]:
+    """A block of an encoder and one of a decoder. The host keeps scores and their softmax, since a bias is learned."""
+    scores = (2.0 if device == "cpu" else 0.0) * z.tokens * seq * z.scores * z.c
+    x = z.rows * z.dim * z.c
+    cross = z.tokens * (2 * z.heads + 2 * z.kv) * z.c + 2 * x
+
+    def larger(p: PassBytes, more: Size, stays: bool) -> PassBytes:
+        return replace(p, kept=p.kept + more * stays, forward=p.forward + more, backward=p.backward + more + scores)
+
+    encoder = BlockBytes(*(larger(p, scores, i == 0) for i, p in enumerate(block)))
+    decoder = BlockBytes(*(larger(p, 2 * scores + cross, i == 0) for i, p in enumerate(block)))
+    return encoder, decoder
 
 
 def _masked(block: BlockBytes, mask: Size) -> BlockBytes:

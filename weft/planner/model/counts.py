@@ -40,14 +40,14 @@ def count_parameters(model: Model) -> Counts | None:
     layers = model.layers or 0
     embedding = _elements(model, 0, 0, begins=True)
     head = _elements(model, 0, 0, begins=True, ends=True) - embedding
-    if (experts := model.experts) is None:
+    if (firsts := model.first_blocks) is None:
         return Counts(embedding, _elements(model, 0, 1), layers, head)
-    firsts = min(experts.first_dense, layers)
     routed = [w for w in weights_of(model, False, firsts, firsts + 1, False, False) if w.experts]
+    top_k = model.experts.top_k if model.experts else 0
     return Counts(
         embedding, _elements(model, firsts, firsts + 1), layers - firsts, head,
         first=_elements(model, 0, 1) if firsts else 0, firsts=firsts,
-        idle=sum(prod(w.shape[1:]) * (w.shape[0] - experts.top_k) for w in routed),
+        idle=sum(prod(w.shape[1:]) * (w.shape[0] - top_k) for w in routed),
     )  # fmt: skip
 
 
@@ -62,15 +62,19 @@ def _elements(model: Model, first: int, end: int, begins: bool = False, ends: bo
 
 
 def flops_per_token(model: Model, seq_len: int) -> float | None:
-    """Training FLOPs a token, forward and backward: 6 for each multiplied weight, causal attention counted once."""
+    """Training FLOPs a token, forward and backward: 6 for each multiplied weight, causal attention counted once. With
+    an encoder and a decoder, of a token of the target, with a source as long as it."""
     counts = count_parameters(model)
     if counts is None:
         return None
     layers = model.layers or 0
     matmuls = counts.first * counts.firsts + (counts.block - counts.idle) * counts.blocks + _head(model, seq_len)
+    attention = layers * _attention(model, seq_len)
+    if model.is_encoder_decoder:
+        attention = sum(_attention(model, seq_len, i) for i in range(layers))
     if model.lora is not None:  # frozen weights get no gradient
-        return 4.0 * matmuls + 2.0 * count_trained(model) + layers * _attention(model, seq_len)
-    return 6.0 * matmuls + layers * _attention(model, seq_len)
+        return 4.0 * matmuls + 2.0 * count_trained(model) + attention
+    return 6.0 * matmuls + attention
 
 
 def _head(model: Model, seq_len: int) -> float:
@@ -83,19 +87,27 @@ def _head(model: Model, seq_len: int) -> float:
     return float((model.vocab or 0) * dim + (dim * dim if model.is_encoder else 0))
 
 
-def _attention(model: Model, seq_len: int) -> float:
+def _attention(model: Model, seq_len: int, index: int = 0) -> float:
     """FLOPs a token of one block's scores and weighted sums."""
     if model.is_stack:
         return 0.0
-    return 12.0 * (model.heads or 0) * (model.head_dim or 0) * seq_len / (2 if model.causal else 1)
+    full = 12.0 * (model.heads or 0) * (model.head_dim or 0) * seq_len
+    return full * attention_share(model, index)
+
+
+def attention_share(model: Model, index: int) -> float:
+    """Attention of a block, relative to one of all tokens to all: half if causal, and another one to the source."""
+    if model.is_encoder_decoder:
+        return 1.0 if index < (model.encoder_layers or 0) else 1.5
+    return 0.5 if model.causal else 1.0
 
 
 def part_costs(model: Model, seq_len: int) -> list[float]:
     """FLOPs per token of the embedding, each block and the head, by which pipeline stages are balanced."""
     counts = count_parameters(model)
     assert counts is not None, "a custom module has no parts to split"
-    attention = _attention(model, seq_len)
-    first, block = 6.0 * counts.first + attention, 6.0 * (counts.block - counts.idle) + attention
+    first = 6.0 * counts.first + _attention(model, seq_len)
+    block = 6.0 * (counts.block - counts.idle) + _attention(model, seq_len, (model.layers or 1) - 1)
     blocks = [first] * counts.firsts + [block] * counts.blocks
     if model.is_stack:
         return [0.0, *blocks, 0.0]

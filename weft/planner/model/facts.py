@@ -53,6 +53,8 @@ class ModelFacts:
     """Share of tokens that the head multiplies: 1 for text, one a sequence for images and labels."""
     around_blocks: Size = 0
     """Parameters outside the blocks besides the embedding, positions, last norm and head matrix."""
+    cross_share: Size = 0.0
+    """Share of the blocks that attend to an encoder's output as well."""
     head_square: Size = 0
     """Square matrices of the head: 1 for BERT."""
     head_low: Size = 0
@@ -100,7 +102,7 @@ class ModelFacts:
             + 2 * self.kv_rank * self.heads * self.head_dim
             + self.heads * self.head_dim * self.dim
         )
-        return np.where(np.asarray(self.kv_rank) > 0, latent, plain)
+        return np.where(np.asarray(self.kv_rank) > 0, latent, plain) * (1 + self.cross_share)
 
     @property
     def attention(self) -> Size:
@@ -141,7 +143,12 @@ class ModelFacts:
     def block_shared(self) -> Size:
         """Parameters of an average block, without its experts."""
         share = self.moe_layers / self.layers
-        return self.attention + self.block_norms * self.norm + (1 - share) * self.dense + share * self.moe_rest
+        return (
+            self.attention
+            + (self.block_norms + self.cross_share) * self.norm
+            + (1 - share) * self.dense
+            + share * self.moe_rest
+        )
 
     @property
     def block_experts(self) -> Size:
@@ -170,6 +177,7 @@ class ModelFacts:
     def flops_per_token(self, causal_once: bool = True) -> Size:
         """Training FLOPs a token, forward and backward; by default causal attention is counted once."""
         seen = np.where(np.asarray(self.causal) > 0, 0.5, 1.0) if causal_once else 1.0
+        seen = np.where(np.asarray(self.cross_share) > 0, 1 + 0.5 * np.asarray(self.cross_share), seen)
         attention = 6.0 * self.heads * (2 * self.head_dim + self.rope_dim) * self.seq_len * seen
         return 6.0 * (self.layers * self.active_block + self.head_weights * self.head_share) + self.layers * attention
 
@@ -221,9 +229,15 @@ def model_facts(job: Job) -> ModelFacts:
     )  # fmt: skip
 
 
-def _encoder_ends(model: Model) -> dict[str, int]:
-    """Of BERT: token types, the norm of the embedding, and the layers before the head with its bias."""
+def _encoder_ends(model: Model) -> dict[str, float]:
+    """Of BERT: token types, the norm of the embedding, and the layers before the head with its bias. Of T5: tables of
+    positions, the encoder's norm and the blocks with cross attention."""
     dim = model.dim or 0
+    if model.is_encoder_decoder:
+        layers = model.layers or 1
+        tables = 2 * (model.position_buckets or 0) * (model.heads or 0)
+        share = (layers - (model.encoder_layers or 0)) / layers
+        return {"around_blocks": tables + dim, "cross_share": share}
     if not model.is_encoder:
         return {}
     norms = 0 if model.classes else 2 * dim  # classification has no last norm, which is counted elsewhere

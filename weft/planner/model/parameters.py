@@ -66,7 +66,8 @@ def stage_weights(model: Model, plan: Plan, stage: int) -> list[Weight]:
 
 
 def unit_weights(model: Model, sequence: bool) -> dict[str, list[Weight]]:
-    """Weights by kind of unit: before the blocks, a dense block, one with experts and its experts, after the blocks."""
+    """Weights by kind of unit: before the blocks, a dense block or one of an encoder, one with experts and its experts
+    or one of a decoder, after the blocks."""
     layers = model.layers or 0
 
     def block(i: int) -> list[Weight]:
@@ -74,7 +75,7 @@ def unit_weights(model: Model, sequence: bool) -> dict[str, list[Weight]]:
 
     if model.is_stack:
         return {"column": block(0), "row": block(1), "whole": block(layers - 1) if layers % 2 else []}
-    dense = layers if model.experts is None else model.experts.first_dense
+    dense = layers if model.first_blocks is None else model.first_blocks
     routed = block(dense)
     end = list(weights_of(model, sequence, 0, 0, False, True))
     return {

@@ -48,7 +48,8 @@ def weights_of(model: Model, sequence: bool, first: int, end: int, begins: bool,
     """The weights of blocks first … end - 1, of the embedding if `begins` and of the head if `ends`, in the order of
     the model. `sequence`: between blocks, tp cuts the sequence."""
     assert model.family is not None
-    table = FAMILIES[model.family].weights or (_stack if model.is_stack else _transformer)
+    plain = _stack if model.is_stack else _encoder_decoder if model.is_encoder_decoder else _transformer
+    table = FAMILIES[model.family].weights or plain
     weights = table(model, sequence, first, end, begins, ends)
     return weights if model.lora is None else _with_adapters(weights, model.lora, model.experts is not None)
 
@@ -99,6 +100,28 @@ def _transformer(m: Model, sequence: bool, first: int, end: int, begins: bool, e
         if m.classes:
             yield Weight("head.pooler.weight", (dim, dim), "", None, True)
             yield Weight("head.pooler.bias", (dim,), "", None, True)
+
+
+def _encoder_decoder(m: Model, sequence: bool, first: int, end: int, begins: bool, ends: bool) -> Iterator[Weight]:
+    dim, encoder = _int(m.dim), _int(m.encoder_layers)
+    width, kv = _int(m.heads) * _int(m.head_dim), _int(m.kv_heads) * _int(m.head_dim)
+    if begins:
+        yield Weight("embed.weight", (_int(m.vocab), dim), "", 0)
+        for name in ("encoder_bias", "decoder_bias"):
+            yield Weight(f"{name}.weight", (_int(m.position_buckets), _int(m.heads)), "", None, True)
+    for i in range(first, end):
+        unit = f"blocks.encoder{i}" if i < encoder else f"blocks.decoder{i - encoder}"
+        yield from _block(m, sequence, unit, False)
+        if i >= encoder:
+            yield from _norm(m, f"{unit}.cross_norm", unit, dim, sequence)
+            for key, size in (("q", width), ("k", kv), ("v", kv)):
+                yield from _column(m.biases[0], f"{unit}.cross.{key}", unit, size, dim)
+            yield from _row(m.biases[1], f"{unit}.cross.o", unit, dim, width, sequence)
+    if ends:  # the encoder's norm is in the stage of the first decoder block, which makes little difference
+        yield from _norm(m, "encoder_norm", "", dim, sequence)
+        yield from _norm(m, "norm", "", dim, sequence)
+        if not (m.tied and begins):
+            yield Weight("head.weight", (_int(m.vocab), dim), "", 0)
 
 
 def _block(m: Model, sequence: bool, unit: str, routed: bool) -> Iterator[Weight]:

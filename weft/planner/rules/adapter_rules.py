@@ -13,9 +13,9 @@ def lora_rule(job: Job, plan: Plan) -> str | None:
     model = job.model
     if model.lora is None:
         return None
-    if model.module or model.is_stack:
+    if model.module or model.is_stack or model.is_encoder_decoder:
         what = f"model.module={model.module}" if model.module else f"model.family={model.family}"
-        return f"model.lora adapts the linear layers of a transformer's blocks, and {what} is none; leave it out"
+        return f"model.lora adapts the linear layers of decoders and encoders, and {what} is neither; leave it out"
     weights = weights_of(model.model_copy(update={"lora": None}), False, 0, model.layers or 0, False, False)
     names = {w.name.split(".")[-2] for w in weights if len(w.shape) == 2 and w.name.endswith(".weight")}
     layers = [name for name in LAYERS if name in names]

@@ -42,8 +42,9 @@ def drop_last_rule(job: Job, plan: Plan) -> str | None:
     """data.drop_last ends epochs with batches of one size, which every rank reads."""
     if not job.data.drop_last:
         return None
-    if job.data.mixture or job.data.shuffle != "samples":
-        what = "data.mixture" if job.data.mixture else f"data.shuffle={job.data.shuffle}"
+    if job.data.mixture or job.data.shuffle != "samples" or job.data.buckets:
+        plain = "data.bucket=true" if job.data.buckets else f"data.shuffle={job.data.shuffle}"
+        what = "data.mixture" if job.data.mixture else plain
         return f"data.drop_last=true and {what}, which has epochs of its own; leave drop_last out"
     if job.train.batch_ramp:
         return (

@@ -13,6 +13,11 @@ def offload_rule(job: Job, plan: Plan) -> str | None:
     if not plan.long:
         return None
     setting = f"memory.offload={plan.offload}" if plan.offloads_activations else f"memory.chunk={plan.chunk}"
+    if job.model.is_encoder_decoder:
+        return (
+            f"{setting} works on blocks of one sequence, and model.family={job.model.family} has two; "
+            "memory.recompute=full would work"
+        )
     if not attends(job):
         what = job.model.module or f"model.family={job.model.family}"
         return (

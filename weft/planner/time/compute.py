@@ -77,6 +77,8 @@ def compute_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal
     out_f, out_b = both(tokens, model.dim, model.heads * model.head_dim / tp, fast)
     up_f, up_b = both(tokens, np.maximum(model.gates, 1) * model.ffn / tp, model.dim, fast)
     down_f, down_b = both(tokens, model.dim, model.ffn / tp, fast)
+    cross = 1 + np.asarray(model.cross_share)
+    qkv_f, qkv_b, out_f, out_b = (part * cross for part in (qkv_f, qkv_b, out_f, out_b))
     two = np.asarray(model.gates) > 0  # an MLP's layer is one square product, not two
     share = model.moe_layers / model.layers
     mlp_f = up_f + np.where(two, down_f, 0.0)
@@ -96,7 +98,7 @@ def compute_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal
         moe_b = here * (each[0][1] + each[1][1]) + np.where(shared, each[2][1] + each[3][1], 0)
     # attention itself
     seen = np.where((np.asarray(model.causal) > 0) & (cal.fused > 0), 0.5, 1.0)
-    scores = 2 * tokens * model.seq_len * model.heads / tp
+    scores = 2 * tokens * model.seq_len * model.heads / tp * cross
     flops = scores * (2 * model.head_dim + model.rope_dim) * seen
     fill = 1 + cal.wave * cluster.units / np.maximum(tokens / 128 * model.heads / tp, 1e-9)
     narrow = np.maximum(model.head_dim, 1) / (np.maximum(model.head_dim, 1) + 24) * (152 / 128)

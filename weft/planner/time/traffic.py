@@ -16,7 +16,7 @@ from weft.job.compression import parse_compression
 from weft.job.optim import OPTIMIZERS, WeightShard
 from weft.job.schema import Job, Model
 from weft.planner.engine_constants import GRADIENT_ALIGNMENT
-from weft.planner.model.counts import count_parameters
+from weft.planner.model.counts import attention_share, count_parameters
 from weft.planner.model.parameters import (
     ParamShard,
     coords_of,
@@ -136,6 +136,9 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
     unrouted = blocks if e is None or e.shared else dense
     enters = blocks + unrouted + (1 if ends else 0)
     leaves = blocks + unrouted + (1 if begins and not model.is_classifier else 0)
+    if model.is_encoder_decoder:  # cross attention enters with both streams; the source and the target are embedded
+        decoders = end - max(first, min(end, model.encoder_layers or 0))
+        enters, leaves = enters + 2 * decoders, leaves + decoders + (1 if begins else 0)
     # a block that runs again stops at the last matrix, whose input is all that is missing (unless dropout follows)
     once_more = (blocks + unrouted, blocks + unrouted - (0 if model.dropout else dense))
     again = once_more if plan.recompute == "full" else (0, 0)
@@ -165,6 +168,7 @@ def _mlp_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
 
 def _messages(job: Job, plan: Plan, schedule: Schedule, stage: int, here: int, pp: Counter[str]) -> None:
     seq = 1 if job.model.is_stack else job.data.seq_len // plan.cp // (plan.tp if plan.sequence else 1)
+    seq *= 2 if job.model.is_encoder_decoder else 1
     one = plan.accumulation * plan.microbatch * seq * (job.model.dim or 0) * compute_bytes(plan)
     for other in (stage - 1, stage + 1):
         if 0 <= other < schedule.stages and schedule.rank_of[other] != here:
@@ -235,7 +239,9 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
                 passes = (3.0 if shard.weight.trained else 2.0) + (1.0 if plan.recompute == "full" else 0.0)
                 total += 2.0 * passes * samples * seq * each / plan.cp / plan.tp
                 continue
-            if len(shard.weight.shape) != 2 or name in ("positions.weight", "types.weight"):
+            if len(shard.weight.shape) != 2 or name.startswith(
+                ("positions.", "types.", "encoder_bias.", "decoder_bias.")
+            ):
                 continue
             if name == "embed.weight" and not model.is_classifier:
                 if model.tied and ends:
@@ -257,7 +263,7 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
         if not model.is_stack:
             scores = 4.0 * samples * seq * seq * (model.heads or 0) * (model.head_dim or 0) / plan.tp / plan.cp
             passes = 4.0 if plan.recompute == "full" else 3.0
-            total += passes * (end - first) * scores / (2.0 if model.causal else 1.0)
+            total += passes * scores * sum(attention_share(model, i) for i in range(first, end))
         for shard in param_shards(model, plan, stage, coords):
             if not shard.weight.trained:
                 continue
