@@ -26,7 +26,7 @@ from weft.pretrained.adapters import base_model, merged, write_adapters
 from weft.pretrained.folder import CONFIG, SIDE_FOLDER, TOKENIZER, existing_folder, read_json
 from weft.pretrained.writer import save_tensors, write_checkpoint_folder, write_shards
 from weft.training.interchange.foreign_export import MOMENTS, WRITERS, ExportedModel, write_foreign
-from weft.training.model_card import CARD, is_model_card, model_card
+from weft.training.interchange.model_card import CARD, is_model_card, model_card
 
 FILES = {"safetensors": "model.safetensors", "torch": "model.pt", "hf": "hf", "peft": "peft"} | {n: n for n in WRITERS}
 """By format, the default name of the export in the run's folder: a file for the first two, else a folder."""
