@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.models import fp8_kernels, grouped_kernels, loss_kernels
+from weft.models import grouped_kernels, loss_kernels
+from weft.models.fp8 import fp8_kernels
 from weft.models.fp8.fp8_linear import E4M3, E5M2, cast
 from weft.optim.adamw_kernels import adamw_, corrections_of
 

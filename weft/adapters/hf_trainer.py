@@ -96,6 +96,8 @@ class WeftTrainer:
         self._counts_items = "num_items_in_batch" in inspect.signature(model.forward).parameters or any(
             p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values()
         )
+        self._shifts_labels = _predicts_next_token(model)
+        self._unlogged: list[float] = []  # losses of the steps since the last log
         enable: Any = getattr(model, "gradient_checkpointing_enable", None)
         if args.gradient_checkpointing and enable is not None:
             enable()
@@ -175,13 +177,22 @@ class WeftTrainer:
             for number, batches in enumerate(_groups(loader, passes)):
                 if number < skip:
                     continue
-                total, counted = total + self._step(batches), counted + 1
+                self._unlogged.append(self._step(batches))
+                total, counted = total + self._unlogged[-1], counted + 1
                 self.state.epoch = epoch + (number + 1) / per_epoch
-                self._log(total / counted)
+                self._log()
                 if self.state.global_step >= steps:
                     break
             epoch, skip = epoch + 1, 0
         return TrainOutput(self.state.global_step, total / max(1, counted), {"train_loss": total / max(1, counted)})
+
+    def _count_targets(self, batch: Any) -> Tensor:
+        """Targets of a batch; the first label of a sequence is none if the loss predicts the next token."""
+        if "shift_labels" in batch:
+            found: Tensor = (batch["shift_labels"] != -100).sum()
+            return found
+        labels = batch["labels"][..., 1:] if self._shifts_labels else batch["labels"]
+        return (labels != -100).sum()
 
     def _step(self, batches: list[Any]) -> float:
         """One optimizer step. The loss is a mean over the targets of all batches and ranks, where the model takes
@@ -189,7 +200,7 @@ class WeftTrainer:
         accelerator, args, dp = self.accelerator, self.args, self.accelerator.num_processes
         items: Tensor | None = None
         if self._counts_items and all("labels" in batch for batch in batches):
-            mine = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+            mine = sum(int(self._count_targets(batch)) for batch in batches)
             items = accelerator.reduce(torch.tensor(float(mine), device=accelerator.device))
         total = torch.zeros((), device=accelerator.device)
         for i, batch in enumerate(batches):
@@ -209,11 +220,12 @@ class WeftTrainer:
         self.state.global_step += 1
         return float(accelerator.reduce(total, "mean"))
 
-    def _log(self, mean: float) -> None:
+    def _log(self) -> None:
         args, step = self.args, self.state.global_step
         if _due(args.logging_strategy, args.logging_steps, step, self.state):
             rate = self.optimizer.param_groups[0]["lr"]
-            self.log({"loss": mean, "learning_rate": rate})
+            self.log({"loss": sum(self._unlogged) / len(self._unlogged), "learning_rate": rate})
+            self._unlogged.clear()
         if self.eval_dataset is not None and _due(
             args.eval_strategy, args.eval_steps or args.logging_steps, step, self.state
         ):
@@ -242,7 +254,7 @@ class WeftTrainer:
         with training.evaluation():
             for batch in loader:
                 counted = self._counts_items and "labels" in batch  # as transformers divides the loss
-                extra = {"num_items_in_batch": (batch["labels"] != -100).sum()} if counted else {}
+                extra = {"num_items_in_batch": self._count_targets(batch)} if counted else {}
                 outputs = self.model(**to_device(batch, self.accelerator.device), **extra)
                 size = next(iter(batch.values())).shape[0]
                 repeated = self.accelerator.gather_for_metrics(outputs["loss"].detach().repeat(size))
@@ -260,6 +272,14 @@ class WeftTrainer:
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
         self.accelerator.wait_for_everyone()
+
+
+def _predicts_next_token(model: Any) -> bool:
+    """Whether the loss of a model of transformers is that of a causal language model."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    decoder = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return decoder and LOSS_MAPPING.get(getattr(model, "loss_type", "")) is ForCausalLMLoss
 
 
 def _default_collator() -> Any:

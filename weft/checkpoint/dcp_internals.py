@@ -18,6 +18,7 @@ ALLOWED_NAMES = {
     "torch.distributed.checkpoint.metadata": [
         "Metadata",
         "TensorStorageMetadata",
+        "BytesStorageMetadata",
         "ChunkStorageMetadata",
         "TensorProperties",
         "MetadataIndex",
@@ -26,6 +27,7 @@ ALLOWED_NAMES = {
     ],
     "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
     "torch.serialization": ["_get_layout"],
+    "pathlib": ["PosixPath", "PurePosixPath"],
     "torch": ["Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))],
 }
 """Everything that the pickle of an index may import."""

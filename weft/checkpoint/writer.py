@@ -107,7 +107,7 @@ def write_checkpoint(
         for name, expected in files.items():
             if why := check_file(made, name, expected, checksum=False):
                 raise OSError(f"{why} where rank 0 looks; {folder} must be one folder that every node sees")
-        files[INDEX_FILE] = _write_index(made, plans, writes, [result[0] for result in results], mark)
+        files[INDEX_FILE] = write_index_file(made, plans, writes, [result[0] for result in results], mark)
         fence()
         write_manifest(made, dataclasses.replace(manifest, files=files))
         fence()
@@ -199,8 +199,8 @@ def _file_name(rank: int, mark: str) -> str:
     return f"__{rank}_0{mark}.distcp"
 
 
-def _write_index(
-    made: AnyPath, plans: list[list[Chunk]], writes: list[list[int]], extents: list[Extents], mark: str
+def write_index_file(
+    made: AnyPath, plans: list[list[Chunk]], writes: list[list[int]], extents: list[Extents], mark: str = ""
 ) -> FileSum:
     """Write the index of everything that the ranks wrote."""
     tensors: dict[str, TensorStorageMetadata] = {}

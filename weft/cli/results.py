@@ -87,10 +87,18 @@ def _print_texts(prompts: list[str], pieces: Iterator[tuple[int, str]]) -> None:
 
 def import_(
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A Hugging Face checkpoint: a folder, or a name in the hub cache.")
+        str,
+        typer.Argument(
+            metavar="PATH",
+            help="A Hugging Face checkpoint (a folder, or a name in the hub cache), or a folder of torch DCP, "
+            "torchtitan, DeepSpeed (universal) or Megatron.",
+        ),
     ],
     name: Annotated[str | None, typer.Option(help="Name of the run. Default: the folder's.")] = None,
     runs_dir: Annotated[str, typer.Option(help="Folder of all runs.")] = "runs",
+    job: Annotated[
+        str | None, typer.Option(help="Job with the model of a folder that has neither config.json nor weft.json.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Import a published checkpoint as a run, which `weft train`, `generate` and `export` take.
@@ -99,11 +107,12 @@ def import_(
     not support is refused. docs/pretrained.md lists the families.
     """
     clean_up_on_interrupt()
+    from weft.job.load import load_job
     from weft.launch.import_run import import_run
 
-    run, job, size = import_run(path, name, runs_dir)
+    run, made, size = import_run(path, name, runs_dir, load_job(job) if job else None)
     if as_json:
-        print_json({"run": str(run.path), "family": job.model.family, "bytes": size})
+        print_json({"run": str(run.path), "family": made.model.family, "bytes": size})
     else:
         print(f"{run.path}: {size / 2**20:.1f} MiB; weft generate {run.path}, or weft train {run.job}")
 
@@ -113,15 +122,15 @@ def export(
     to: Annotated[
         str,
         typer.Option(
-            help="Format of weights: safetensors, torch, hf, or peft for adapters; or a tracker that gets the run: "
-            "tensorboard, …"
+            help="Format of weights: safetensors, torch, hf, peft for adapters, dcp, torchtitan, deepspeed or "
+            "megatron; or a tracker that gets the run: tensorboard, …"
         ),
     ] = "safetensors",
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Output file, or folder for hf, peft and tensorboard. Default: RUN/model.safetensors, model.pt, hf, "
-            "peft or tensorboard."
+            help="Output file of safetensors and torch, else folder. Default: RUN/model.safetensors, model.pt, or the "
+            "name of the format."
         ),
     ] = None,
     dtype: Annotated[

@@ -24,8 +24,10 @@ from weft.job.shapes import resolve
 from weft.launch.run_files import write_job_and_plan
 from weft.planner import Plan, make_plan
 from weft.precision import LossScale
-from weft.pretrained.folder import MAX_JSON_BYTES, SIDE_FILES, SIDE_FOLDER, find_folder
+from weft.pretrained.folder import CONFIG, MAX_JSON_BYTES, SIDE_FILES, SIDE_FOLDER, find_folder
 from weft.pretrained.reader import PretrainedWeights
+from weft.training.interchange.foreign_weights import ForeignWeights, described_model
+from weft.training.interchange.tensor_files import TensorFiles, open_tensor_files
 
 DEFAULT_SEQ_LEN = 1024
 
@@ -33,7 +35,7 @@ DEFAULT_SEQ_LEN = 1024
 class _Parameters(Sequence[Tensor]):
     """Parameters that are read from their files when they are asked for, one at a time."""
 
-    def __init__(self, weights: PretrainedWeights):
+    def __init__(self, weights: PretrainedWeights | ForeignWeights):
         self.weights, self.names = weights, list(weights.shapes)
         self.dtypes = weights.dtypes()
 
@@ -57,7 +59,7 @@ class _Parameters(Sequence[Tensor]):
 class _ImportedContents:
     """The contents of a checkpoint that is written from a published one, parameter by parameter."""
 
-    def __init__(self, weights: PretrainedWeights):
+    def __init__(self, weights: PretrainedWeights | ForeignWeights):
         self.tensors = _Parameters(weights)
 
     def plan(self) -> list[tuple[Any, ...]]:
@@ -75,23 +77,32 @@ class _ImportedContents:
         return [astuple(chunk) for chunk in chunks]
 
 
-def import_run(source: str, name: str | None = None, runs_dir: str = "runs") -> tuple[RunDir, Job, int]:
-    """Write a published checkpoint as the run runs_dir/name; returns it, its job and the bytes of its checkpoint.
+def import_run(
+    source: str, name: str | None = None, runs_dir: str = "runs", like: Job | None = None
+) -> tuple[RunDir, Job, int]:
+    """Write a checkpoint as the run runs_dir/name; returns it, its job and the bytes of its checkpoint. `like` has the
+    model of a folder that does not describe it.
 
     At most one file of weights is open at a time, and one parameter in memory.
     """
-    folder = find_folder(source)
+    foreign = open_tensor_files(Path(source).expanduser())
+    folder = Path(source).expanduser() if foreign else find_folder(source)
     name = name or re.sub(r"[^A-Za-z0-9._-]", "-", Path(source.rstrip("/")).name).lstrip(".-_") or "imported"
     run = RunDir(Path(runs_dir) / name)
     side = run.path / SIDE_FOLDER
-    weights, fields = _open(folder, name, runs_dir)
+    weights: PretrainedWeights | ForeignWeights
+    if foreign is None:
+        weights, fields = _open(folder, name, runs_dir)
+    else:
+        weights, fields = _open_foreign(folder, foreign, name, runs_dir, like)
     try:
         run.path.mkdir(parents=True)
     except FileExistsError:
         raise JobError(f"{run.path} exists; give the imported run another --name") from None
     try:
         _copy_side_files(folder, side)
-        fields["model"]["pretrained"] = str(side)
+        if (side / CONFIG).is_file():
+            fields["model"]["pretrained"] = str(side)
         if (side / "tokenizer.json").is_file():
             fields["data"]["tokenizer"] = str(side / "tokenizer.json")
         job, plan = make_plan(parse_job(fields), 1)
@@ -123,6 +134,24 @@ def _open(folder: Path, name: str, runs_dir: str) -> tuple[PretrainedWeights, di
     length = min(DEFAULT_SEQ_LEN, job.model.max_len or DEFAULT_SEQ_LEN)
     model = job.model.model_dump(mode="json", exclude_none=True)
     return PretrainedWeights(str(folder), job.model), {**raw, "model": model, "data": {"seq_len": length}}
+
+
+def _open_foreign(
+    folder: Path, files: TensorFiles, name: str, runs_dir: str, like: Job | None
+) -> tuple[ForeignWeights, dict[str, Any]]:
+    """The weights of a folder of another library, checked, and the fields of the job that trains them further."""
+    raw: dict[str, Any] = {"name": name, "runs_dir": runs_dir}
+    model = (
+        described_model(folder) if like is None else like.model.model_dump(exclude_none=True, exclude={"pretrained"})
+    )
+    if model is None:
+        raise JobError(f"{folder} does not describe its model; give a job that does with --job")
+    job = resolve(parse_job({**raw, "model": model, "data": {"source": "synthetic", "seq_len": 1}}))
+    if job.model.module or job.model.lora:
+        raise JobError("--job must describe one of Weft's own models without adapters")
+    length = min(DEFAULT_SEQ_LEN, job.model.max_len or DEFAULT_SEQ_LEN)
+    fields = {**raw, "model": job.model.model_dump(mode="json", exclude_none=True), "data": {"seq_len": length}}
+    return ForeignWeights(folder, files, job.model), fields
 
 
 def _copy_side_files(folder: Path, side: Path) -> None:

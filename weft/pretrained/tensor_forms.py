@@ -70,6 +70,24 @@ def _join_latent_keys(parts: Sequence[Tensor], m: Model) -> Tensor:
     return torch.cat((parts[0][:rank], _paired(parts[0][rank:])))
 
 
+def _paired_heads(t: Tensor, shapes: Sequence[Shape], m: Model) -> list[Tensor]:
+    return [t.unflatten(0, (-1, (m.head_dim or 2) // 2, 2)).transpose(1, 2).flatten(0, 2)]
+
+
+def _join_paired_heads(parts: Sequence[Tensor], m: Model) -> Tensor:
+    return parts[0].unflatten(0, (-1, 2, (m.head_dim or 2) // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _grouped_heads(t: Tensor, shapes: Sequence[Shape], m: Model) -> list[Tensor]:
+    groups = t.unflatten(0, (m.kv_heads or 1, -1, m.head_dim or 1))  # [key heads, queries … key value, head_dim, ...]
+    return [groups[:, :-2].flatten(0, 2), groups[:, -2].flatten(0, 1), groups[:, -1].flatten(0, 1)]
+
+
+def _join_grouped_heads(parts: Sequence[Tensor], m: Model) -> Tensor:
+    groups = [p.unflatten(0, (m.kv_heads or 1, -1, m.head_dim or 1)) for p in parts]
+    return torch.cat(groups, 1).flatten(0, 2)
+
+
 def _by_expert(t: Tensor) -> Tensor:
     """Matrices [experts, inputs, outputs] as [experts, outputs, inputs], and biases as they are."""
     return t.transpose(1, 2) if t.dim() == 3 else t
@@ -89,14 +107,18 @@ FORMS: dict[str, Form] = {
     "rows": Form(_rows, lambda parts, m: torch.cat(list(parts))),
     "columns": Form(lambda t, shapes, m: _rows(t.t(), shapes, m), lambda parts, m: torch.cat(list(parts)).t()),
     "heads": Form(_by_head, _join_heads),
+    "paired heads": Form(_paired_heads, _join_paired_heads),
+    "grouped heads": Form(_grouped_heads, _join_grouped_heads),
     "expert columns": Form(lambda t, shapes, m: [_by_expert(t)], lambda parts, m: _by_expert(parts[0])),
     "interleaved experts": Form(_interleaved, _join_interleaved),
     "latent queries": Form(_latent_queries, _join_latent_queries),
     "latent keys": Form(_latent_keys, _join_latent_keys),
 }
 """same: as it is. rows: one after the other. columns: the same, transposed (GPT-2). heads: one after the other in each
-head (GPT-NeoX). expert columns: matrices of all experts, transposed. interleaved experts: with the outputs of several
-layers in turn (gpt-oss). latent queries, latent keys: the rotary part of a head last and in pairs (DeepSeek)."""
+head (GPT-NeoX). paired heads: rotary pairs of a head side by side (torchtitan). grouped heads: for each key head its
+queries, key and value (Megatron). expert columns: matrices of all experts, transposed. interleaved experts: with the
+outputs of several layers in turn (gpt-oss). latent queries, latent keys: the rotary part of a head last and in pairs
+(DeepSeek)."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,9 @@ def write_checkpoint_folder(
     family = family_of(config["model_type"], labels=bool(model.classes))
     tensors = file_tensors(family, model, named_shapes(family, module).items())
     out.mkdir(parents=True, exist_ok=True)
-    size = write_shards(out, "model.safetensors", _converted(tensors, source, model, dtype), shard_bytes, save_tensors)
+    size = write_shards(
+        out, "model.safetensors", convert_tensors(tensors, source, model, dtype), shard_bytes, save_tensors
+    )
     config = {key: value for key, value in config.items() if key not in ("torch_dtype", "quantization_config")} | {
         "dtype": DTYPE_NAMES[dtype]
     }
@@ -69,8 +71,8 @@ def _dtype_of(config: Mapping[str, Any] | None) -> torch.dtype | None:
     return next((dtype for dtype, known in DTYPE_NAMES.items() if known == name), None)
 
 
-def _converted(
-    tensors: list[FileTensor], source: Source, model: Model, dtype: torch.dtype
+def convert_tensors(
+    tensors: list[FileTensor], source: Source, model: Model, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the files, one at a time; a parameter that several of them hold parts of is read once."""
     held: dict[str, Tensor] = {}
@@ -80,7 +82,8 @@ def _converted(
             held = {name: value for name, value in held.items() if name in names}
             held |= source(missing)
         parts = [held[p.name] if p.index is None else held[p.name][p.index] for p in tensor.parts]
-        yield tensor.name, tensor.form.join(parts, model).to(dtype).contiguous()
+        joined = tensor.form.join(parts, model)
+        yield tensor.name, (joined if dtype is None else joined.to(dtype)).contiguous()
 
 
 def write_shards(out: Path, name: str, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int, save: Save) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +25,11 @@ from weft.planner.model.counts import count_parameters
 from weft.pretrained.adapters import base_model, merged, write_adapters
 from weft.pretrained.folder import CONFIG, SIDE_FOLDER, TOKENIZER, existing_folder, read_json
 from weft.pretrained.writer import save_tensors, write_checkpoint_folder, write_shards
-from weft.training.model_card import CARD, is_model_card, model_card
+from weft.training.interchange.foreign_export import MOMENTS, WRITERS, ExportedModel, write_foreign
+from weft.training.interchange.model_card import CARD, is_model_card, model_card
 
-FILES = {"safetensors": "model.safetensors", "torch": "model.pt", "hf": "hf", "peft": "peft"}
-"""By format, the default name of the export in the run's folder: a file, or a folder for hf and peft."""
+FILES = {"safetensors": "model.safetensors", "torch": "model.pt", "hf": "hf", "peft": "peft"} | {n: n for n in WRITERS}
+"""By format, the default name of the export in the run's folder: a file for the first two, else a folder."""
 SHARD_BYTES = 5 * 10**9
 """Size of the files of an hf export, unless another is given."""
 
@@ -131,13 +133,15 @@ class ExportOptions:
 
 def export_run(run: RunDir, found: SavedCheckpoint, to: str, out: Path, options: ExportOptions) -> int:
     """Export a checkpoint in a format of FILES; returns the bytes of the weights."""
-    if to not in ("hf", "peft"):
+    if to in ("safetensors", "torch"):
         return export_file(found, to, out, options)
     _check_folder(out)
     job = saved_job(found)
     if job.model.module or not (job.model.takes_tokens if to == "hf" else job.model.is_decoder):
         what = job.model.module or f"model.family={job.model.family}"
         raise JobError(f"--to {to} writes language models, and this run trains {what}; --to safetensors would work")
+    if to in WRITERS:
+        return _export_foreign(run, job, found, to, out, options)
     return (_export_hf if to == "hf" else _export_peft)(run, job, found, out, options)
 
 
@@ -211,6 +215,29 @@ def _export_hf(run: RunDir, job: Job, found: SavedCheckpoint, out: Path, options
         tokenizer=tokenizer, eos=open_tokenizer(job.data).eos if tokenizer else None,
         card=model_card(run, job, found.step),
     )  # fmt: skip
+
+
+def _export_foreign(run: RunDir, job: Job, found: SavedCheckpoint, to: str, out: Path, options: ExportOptions) -> int:
+    tensors, lora, model = _Tensors(found, options.ema), job.model.lora, base_model(job.model)
+    held, index = set(tensors.prefixes), tensors.index
+
+    def load(name: str) -> Tensor:
+        return tensors.load(name) if lora is None else merged(name, lora, tensors.load, held)
+
+    def load_moment(name: str, kind: str) -> Tensor:
+        return load_named(index, [f"{name}.{kind}"], "optim.")[f"{name}.{kind}"]
+
+    adam = lora is None and all(f"optim.{n}.{kind}" in index.tensors for n in _trained(tensors) for kind in MOMENTS)
+    exported = ExportedModel(model, found.step, load, load_moment if adam else None, options.dtype)
+    size = write_foreign(out, to, exported)
+    (out / CARD).write_text(model_card(run, job, found.step, to), encoding="utf-8")
+    if job.data.tokenizer and (tokenizer := Path(job.data.tokenizer)).is_file():
+        shutil.copyfile(tokenizer, out / TOKENIZER)
+    return size
+
+
+def _trained(tensors: _Tensors) -> list[str]:
+    return [name for name, prefix in tensors.prefixes.items() if prefix != "buffer."]
 
 
 def export_file(found: SavedCheckpoint, to: str, out: Path, options: ExportOptions | None = None) -> int:
