@@ -123,7 +123,7 @@ def trace(job: Job, plan: Plan, mesh: Mesh, copied: frozenset[str] = frozenset()
         grads = stepper.gradients(batches)
         stepper.update(grads, stepper.learning_rate())
         meter.stop()
-    master_params = [*state.model.master_params.values(), *getattr(state.model, "twins", {}).values()]
+    master_params = [*state.model.master_params.values(), *(twin for _, twin in getattr(state.model, "twins", []))]
     weights = [w for part in state.model.parts for w in getattr(part.data, "weights", {}).values()]
     parts = {
         "parameters": _bytes(master_params),
