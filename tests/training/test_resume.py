@@ -276,8 +276,8 @@ def test_a_wrong_job_leaves_no_run_folder(folder: Path) -> None:
         "parallel={tp: 4}": "weft: parallel.tp=4 does not divide model.kv_heads=2: each rank needs a whole key and "
         "value head; tp=1 or 2 would work",
         "data.source=./nothing": "weft: data.source: no source or path is named './nothing'. It may be pydoc, stdlib, "
-        "docstrings, synthetic, mnist, fashion-mnist, movielens, the path of a store made by `weft data build`, or your "
-        "own dataset as package.module:name",
+        "docstrings, synthetic, mnist, fashion-mnist, movielens, the path of a store made by `weft data build`, or "
+        "your own dataset as package.module:name",
     }
     for override, text in wrong.items():
         result = weft(folder, "train", "job.yaml", "name=wrong", override)
