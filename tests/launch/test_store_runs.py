@@ -66,7 +66,16 @@ def test_another_machine_with_an_empty_disk_resumes(tmp_path: Path, s3: dict[str
     """bench/store_nodes.py has several nodes without a shared folder."""
     first, other = tmp_path / "a", tmp_path / "b"
     write(first, 4)
-    train(first, s3, "--nproc", "1", "checkpoint.every=1", "checkpoint.keep=2", "checkpoint.background=false")
+    train(
+        first,
+        s3,
+        "--nproc",
+        "1",
+        "checkpoint.every=1",
+        "checkpoint.keep=2",
+        "checkpoint.background=false",
+        "--no-resilient",
+    )
     assert not (first / "runs/job/checkpoints").exists()
     store = StorePath("s3://weft/runs/job")
     assert [(entry.step, entry.kind) for entry in entries(store / "checkpoints")] == [(3, "good"), (4, "good")]

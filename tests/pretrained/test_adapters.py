@@ -96,7 +96,7 @@ def test_a_lora_run_is_exported(in_process: Callable[..., Output], tmp_path: Pat
 
 def test_what_has_no_adapters_is_refused(in_process: Callable[..., Output], tmp_path: Path) -> None:
     refused = {
-        ("model.shape=mlp", "model.lora.rank=4"): "model.family=mlp is none; leave it out",
+        ("model.shape=mlp", "model.lora.rank=4"): "model.family=mlp is neither; leave it out",
         ("model.shape=tiny", "model.lora.targets=[q,gat]"): "did you mean gate?",
         ("model.shape=tiny", "model.family=gpt2", "model.lora.targets=[gate]"): "its layers are q, k, v, o, up, down",
     }
