@@ -208,9 +208,10 @@ def prove(
 ) -> list[Verdict]:  # fmt: skip
     """Compare each layout with one process. Without layouts, every one of DEFAULT_LAYOUTS that the job allows.
 
-    Gradients are not compressed, since compression changes them.
+    Gradients are not compressed, since compression changes them, and nothing is evaluated.
     """
-    job = job.model_copy(update={"comm": job.comm.model_copy(update={"compression": "none"})})
+    comm, train = job.comm.model_copy(update={"compression": "none"}), job.train.model_copy(update={"metrics": []})
+    job = job.model_copy(update={"comm": comm, "train": train})
     named = parse_layouts(layouts or DEFAULT_LAYOUTS)
     job = small(job) if shrink else job
     reference_job, plan = make_plan(with_layout(job, {"dp_replicate": 1, "dp_shard": 1}))
