@@ -8,9 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from weft.job.model_parts.attention_settings import Latent, RopeScaling
+from weft.job.model_parts.expert_settings import Experts
 from weft.job.model_parts.lora import Lora
+from weft.job.model_parts.named_loss import NamedLoss, check_loss
 from weft.job.model_parts.tables import EmbeddingTable, TableOptim
-from weft.job.registry import NameIn, Registry, did_you_mean, listed
+from weft.job.registry import NameIn, Registry
 from weft.job.section import Section
 
 Structure = Literal["decoder", "encoder", "encoder_decoder", "classifier", "stack", "module"]
@@ -55,151 +58,6 @@ def expand_model(text: str) -> dict[str, Any]:
     if text.startswith("hf:"):
         return {"pretrained": text.removeprefix("hf:")}
     return {"module": text} if ":" in text else {"shape": text}
-
-
-class RopeScaling(Section):
-    """Scaling of rotary positions for sequences longer than the model was trained on."""
-
-    kind: Literal["linear", "ntk", "llama3", "yarn", "longrope"] = "llama3"
-    """linear divides positions; ntk raises the base; llama3 scales only the low frequencies; yarn does so with a linear
-    ramp and scales the attention; longrope has a factor for each frequency."""
-    factor: float = Field(8.0, ge=1)
-    """Factor by which sequences become longer."""
-    original_len: int = Field(8192, ge=1, le=2**31)
-    """Sequence length of the original training (llama3, yarn, longrope)."""
-    low_freq: float = Field(1.0, gt=0)
-    """Wavelengths longer than original_len / low_freq are scaled by the full factor (llama3)."""
-    high_freq: float = Field(4.0, gt=0)
-    """Wavelengths shorter than original_len / high_freq are not scaled (llama3)."""
-    beta_fast: float = Field(32.0, gt=0)
-    """Frequencies with more rotations than this in original_len are not scaled (yarn)."""
-    beta_slow: float = Field(1.0, gt=0)
-    """Frequencies with fewer rotations than this in original_len are scaled by the full factor (yarn)."""
-    truncate: bool = True
-    """Round the ends of the ramp to whole frequencies (yarn)."""
-    attention_factor: float | None = Field(None, gt=0)
-    """Factor on the rotated queries and keys (yarn, longrope). Default: from `factor`, as published."""
-    short_factors: tuple[float, ...] = ()
-    """Factor of each frequency in sequences of at most original_len (longrope)."""
-    long_factors: tuple[float, ...] = ()
-    """Factor of each frequency in longer sequences (longrope)."""
-
-
-class Latent(Section):
-    """Multi-head latent attention (DeepSeek-V2): keys and values are expanded from one small vector a token. A head has
-    model.head_dim values, of which model.rope_dim are rotated."""
-
-    q_rank: int | None = Field(None, ge=1, le=2**20)
-    """Width of the vector from which queries are expanded. Default: queries come from the input itself."""
-    kv_rank: int = Field(512, ge=1, le=2**20)
-    """Width of the vector from which keys and values are expanded."""
-    v_dim: int = Field(128, ge=1, le=65_536)
-    """Width of a head's values, at most model.head_dim."""
-
-
-class Experts(Section):
-    """Mixture of experts: feed-forward networks of which each token uses a few."""
-
-    count: int = Field(8, ge=1, le=65_536)
-    """Routed experts in each block."""
-    top_k: int = Field(2, ge=1, le=65_536)
-    """Routed experts per token."""
-    ffn: int | None = Field(None, ge=1, le=2**24)
-    """Hidden width of one expert. Default: model.ffn."""
-    shared: int = Field(0, ge=0, le=1024)
-    """Shared experts, which every token uses; they are stored as one network of `shared` times the width."""
-    shared_ffn: int | None = Field(None, ge=1, le=2**24)
-    """Width of that network, where it is not a multiple of ffn."""
-    shared_gate: bool = False
-    """Multiply the output of the shared experts by the sigmoid of a learned score of the token."""
-    first_dense: int = Field(0, ge=0, le=10_000)
-    """Number of blocks at the start with a dense feed-forward layer of width model.ffn instead of experts."""
-    biases: bool = False
-    """Use biases in the routed experts and the router."""
-    groups: int = Field(1, ge=1, le=65_536)
-    """Groups of experts; a token is routed to experts of at most top_groups groups, which limits the nodes it is sent
-    to."""
-    top_groups: int | None = Field(None, ge=1, le=65_536)
-    """Groups per token. Default: all."""
-    router: Literal["softmax", "sigmoid"] = "softmax"
-    """Function that turns the router's scores into weights."""
-    renormalize: bool | None = None
-    """Divide the weights of a token's experts by their sum. Default: true for top_k above 1. With one expert the weight
-    would always be 1, and the router would get no gradient from the loss."""
-    scale: float = Field(1.0, gt=0)
-    """Factor on the sum of the routed experts' outputs."""
-    balance: Literal["aux", "bias", "none"] = "aux"
-    """Load balancing: an auxiliary loss (aux), a per-expert bias updated from the load (bias), or none."""
-    aux_weight: float | None = Field(None, ge=0)
-    """Weight of the auxiliary loss. Default: 0.01 with balance aux, otherwise 0."""
-    aux_scope: Literal["sequence", "batch"] = "sequence"
-    """Load that the auxiliary loss balances: that of each sequence, or that of the previous step's whole batch."""
-    z_weight: float = Field(0.0, ge=0)
-    """Weight of the router z-loss, the squared log-sum-exp of the scores; 0.001 is usual."""
-    bias_rate: float = Field(0.001, gt=0)
-    """Change of an expert's bias per step (balance bias)."""
-    capacity: float | None = Field(None, gt=0)
-    """Capacity factor: tokens of a sequence that an expert processes, as a multiple of an even share; further tokens
-    are dropped during training. Default: no limit."""
-
-    @property
-    def shared_width(self) -> int:
-        """Width of the network of all shared experts; 0 if there are none."""
-        return self.shared and (self.shared_ffn or self.shared * (self.ffn or 0))
-
-    @model_validator(mode="after")
-    def _check_counts(self) -> Experts:
-        if {"count", "top_k", "groups"} - self.model_fields_set:
-            return self  # the shape may set the rest; it is checked once resolved
-        if self.top_k > self.count:
-            raise ValueError(f"must not ask for top_k={self.top_k} of count={self.count} experts")
-        if self.count % self.groups:
-            raise ValueError(f"must split count={self.count} experts evenly, which groups={self.groups} does not")
-        groups = self.top_groups or self.groups
-        if groups > self.groups:
-            raise ValueError(f"must not ask for top_groups={groups} of groups={self.groups}")
-        if self.top_k > (room := groups * self.count // self.groups):
-            raise ValueError(f"must not ask for top_k={self.top_k} of the {room} experts in top_groups={groups}")
-        return self
-
-
-LOSSES = ("auto", "model", "cross_entropy", "nll", "bce", "mse", "l1", "smooth_l1", "contrastive")
-"""Losses that a job may name (weft/models/user/named_losses.py)."""
-
-
-class NamedLoss(Section):
-    """One of several losses of your own module."""
-
-    function: str = "auto"
-    """auto, cross_entropy, nll, bce, mse, l1, smooth_l1, or a package.module:function of (output, target) that returns
-    one loss per target or per sample."""
-    output: str | None = None
-    """Name of the output, as your module names it. Default: the name of this loss; of the only output, it may be left
-    out."""
-    target: str | None = None
-    """Name of the target, as your dataset names it. Default: the name of this loss; of the only target, it may be left
-    out."""
-    weight: float = Field(1.0, gt=0)
-    """Factor on this loss in the sum of all."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _short_form(cls, value: Any) -> Any:
-        return {"function": value} if isinstance(value, str) else value
-
-    @field_validator("function")
-    @classmethod
-    def _known(cls, value: str) -> str:
-        if value in ("model", "contrastive"):
-            raise ValueError(f"must be a loss of one output and one target, not {value}, which is a model.loss alone")
-        return check_loss(value)
-
-
-def check_loss(value: str) -> str:
-    """The name of a loss, or a ValueError with what it must be."""
-    if value not in LOSSES and ":" not in value:
-        raise ValueError(f"must be {listed((*LOSSES, 'a package.module:function'))}{did_you_mean(value, LOSSES)}")
-    return value
 
 
 class Model(Section):

@@ -20,7 +20,9 @@ from weft.job.launch.settings import (
     SshOptions,
 )
 from weft.job.memory import Memory
-from weft.job.model import Experts, Latent, Model, RopeScaling
+from weft.job.model import Model
+from weft.job.model_parts.attention_settings import Latent, RopeScaling
+from weft.job.model_parts.expert_settings import Experts
 from weft.job.model_parts.tables import EmbeddingTable, TableOptim
 from weft.job.optim import Optim
 from weft.job.parallel import Parallel

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.comm.axis import Axis
 from weft.job.errors import JobError
-from weft.job.model import NamedLoss
+from weft.job.model_parts.named_loss import NamedLoss
 from weft.job.registry import find_object, listed
 from weft.job.schema import Model
 from weft.models.user.contrastive import contrastive_losses
