@@ -44,6 +44,8 @@ class PolicyState:
     known: bool | None = None
     """Whether the rule held at the last check."""
     why: str = ""
+    prices: str = ""
+    """The prices at the last check, as text."""
     _checked: float = field(default=-1e9)
 
     def rule(self) -> Rule:
@@ -75,8 +77,8 @@ class PolicyState:
                 return None
             prices = {name: self._price(name) for name in sorted(rule.names)}
             self.known = rule.holds(datetime.now(), prices)
-            shown = "".join(f"{name} is {'unknown' if v is None else f'{v:g}'}, " for name, v in prices.items())
-            self.why = f"{shown}it is {datetime.now():%a %H:%M}, and launch.when is {self.settings.when!r}"
+            self.prices = "".join(f"{name} is {'unknown' if v is None else f'{v:g}'}, " for name, v in prices.items())
+            self.why = f"{self.prices}it is {datetime.now():%a %H:%M}, and launch.when is {self.settings.when!r}"
         return self.known
 
     def _price(self, name: str) -> float | None:
@@ -142,9 +144,9 @@ def _wait(state: PolicyState, log: Callable[[str], None]) -> None:
     """Wait until the rule holds; the reason is logged when it changes."""
     logged: str | None = None
     while not state.holds():
-        if (prices := state.why.split("it is ")[0]) != logged:
+        if state.prices != logged:
             log(f"waiting: {state.why}")
-            logged = prices
+            logged = state.prices
         time.sleep(min(1.0, state.settings.check_s))
 
 
