@@ -247,6 +247,5 @@ def test_a_worker_that_is_killed_is_named():
         next(loader)
         (process,) = loader._workers._processes
         process.kill()
-        process.join()
         with pytest.raises(RuntimeError, match=r"process of data.workers ended with exit code -9"):
             take(loader, 6)
