@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,12 +26,17 @@ from weft.training.step import Stepper
 LR = 1e-2
 
 
+def delay_of() -> Callable[[], None]:
+    """Waits that differ from copy to copy."""
+    chance = random.Random(0)
+    return lambda: time.sleep(chance.choice((0.0, 0.0, 0.0005)))
+
+
 class LateCopies(ThreadCopies):
     """Copies that begin at random times. What was stored is overwritten with NaN, as if its memory were used again."""
 
     def __init__(self, device: torch.device):
-        chance = random.Random(0)
-        super().__init__(delay=lambda: time.sleep(chance.choice((0.0, 0.0, 0.0005))))
+        super().__init__(delay_of())
 
     def store(self, pairs: Sequence[Pair], after: Any) -> Event:
         done = super().store(pairs, after)
@@ -69,6 +74,7 @@ def run(
 ) -> Ran:  # fmt: skip
     """Some steps of a job, from the state of another run if there is one. One step may be not finite."""
     streamed.make_copies = LateCopies if late else lambda device: ThreadCopies()
+    streamed.make_weight_copies = (lambda device: ThreadCopies(delay_of())) if late else streamed.make_copies
     state = build_state(job, plan, mesh)
     if start is not None:
         into = state.loadable_tensors(saved_world=0)
@@ -93,7 +99,11 @@ def run(
         figures.append(f"{float(grads.loss)!r} {float(norm)!r} {taken}")
     loader.close()
     tensors = {n: t.clone() for n, t in state.shards().items() if not n.startswith("random")}
-    compute = {f"compute.{n}": local_of(t.detach()).clone() for n, t in state.model.compute_params.items()}
+    weights = getattr(state.optimizers, "weights", None)
+    compute = {
+        f"compute.{n}": (local_of(t.detach()) if weights is None else weights.compute_home(n)).clone()
+        for n, t in state.model.compute_params.items()
+    }
     return Ran(figures, tensors | compute, state)
 
 

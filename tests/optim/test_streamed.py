@@ -53,10 +53,39 @@ def test_states_elsewhere_change_no_bit(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("precision=fp32", "optim.name=sgd"),
+        ("precision=bf16", "train.accumulation=1", "memory.recompute=full", "train.ema=0.9"),
+    ],
+)
+def test_weights_elsewhere_change_no_bit(settings: tuple[str, ...]) -> None:
+    """Blocks visit the device for each pass. Two are there at a time, so a pass that turns around keeps two."""
+    job, plan = make_plan(make_job("model.layers=5", *settings, parallel=section("1")), 1)
+    mesh, split = connect(plan), plan.precision == "bf16"
+    resident = tier_ranks.run(job, plan, mesh, 3, not_finite=1)
+    tiered = tier_ranks.run(job, replace(plan, weight_share=1.0, split_master=split), mesh, 3, not_finite=1)
+    assert resident.differences(tiered) == []
+    optimizers = tiered.state.optimizers
+    assert isinstance(optimizers, StreamedOptimizers)
+    weights = optimizers.weights.stream
+    sizes = [weights.units[f"blocks.{i}"].bytes() for i in range(5)]
+    passes = 3 * plan.accumulation
+    moved = {key[1:]: size for key, size in optimizers.moved.items() if key[0] == "weights"}
+    assert moved["host", "device", "forward"] == passes * sum(sizes[2:]) + sum(sizes[:2])
+    assert moved["host", "device", "backward"] == passes * sum(sizes[:3])
+    assert moved["device", "host", "forward"] == moved["device", "host", "settle"] == sum(sizes)
+    here = sum(t.untyped_storage().nbytes() for unit in weights.units.values() for t in unit.here.values())
+    assert here == sizes[4] + sizes[0]
+
+
 def test_resume_from_the_other_kind(tmp_path: Path) -> None:
-    job, plan = make_plan(make_job("precision=bf16", "train.ema=0.9", parallel=section("1")), 1)
+    job, plan = make_plan(make_job("model.layers=3", "precision=bf16", "train.ema=0.9", parallel=section("1")), 1)
     mesh = connect(plan)
-    tiered = replace(plan, split_master=True, host_share=0.6, disk_share=0.4, disk=str(tmp_path))
+    tiered = replace(
+        plan, split_master=True, host_share=0.6, disk_share=0.4, disk=str(tmp_path), weight_share=1.0
+    )  # fmt: skip
     whole = tier_ranks.run(job, plan, mesh, 4)
     for first, second in ((plan, tiered), (tiered, plan), (tiered, replace(tiered, host_share=1.0, disk_share=0.0))):
         half = tier_ranks.run(job, first, mesh, 2)
@@ -67,11 +96,13 @@ def test_resume_from_the_other_kind(tmp_path: Path) -> None:
 
 def test_layouts(world: Callable[[int], Callable[..., list[Any]]], tmp_path: Path) -> None:
     host, disk = {"host_share": 1.0}, {"disk_share": 0.5, "host_share": 0.25}
+    weights = {"host_share": 0.5, "weight_share": 1.0}
     for optimizer, layout, changes in (
-        ("adamw", "dp_shard=2 zero=3", disk), ("muon", "dp_shard=2 zero=1", host), ("adafactor", "tp=2", host),
-        ("sgd", "pp=2", host), ("adamw", "dp_replicate=2", host), ("lamb", "dp_shard=2 zero=2", disk),
+        ("adamw", "dp_shard=2 zero=3", disk), ("muon", "dp_shard=2 zero=1", host), ("adafactor", "tp=2", weights),
+        ("sgd", "pp=2", weights), ("adamw", "dp_replicate=2", weights), ("lamb", "dp_shard=2 zero=2", disk),
     ):  # fmt: skip
-        job = make_job(f"optim.name={optimizer}", "precision=bf16", "train.ema=0.9", parallel=section(layout))
+        layers = "model.layers=3" if changes is weights else "model.layers=2"
+        job = make_job(f"optim.name={optimizer}", "precision=bf16", "train.ema=0.9", layers, parallel=section(layout))
         found = world(2)(tier_ranks.compare, make_plan(job), changes, str(tmp_path))
         assert found == [[], []], layout
 

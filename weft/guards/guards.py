@@ -77,8 +77,8 @@ class Guards:
         self.job, self.plan, self.mesh, self.state = job, plan, mesh, state
         self.settings = job.resilience
         self.coords = cast(list[dict[str, int]], mesh.all_gather_json(mesh.coords))
-        # with late updates weights change in the forward pass, and a split master weight has no values to compare
-        every = 0 if plan.tiered and plan.lazy_update else self.settings.check_every
+        # with late updates weights change in the forward pass, and weights elsewhere have no values to compare
+        every = 0 if plan.tiered and (plan.lazy_update or plan.weight_share) else self.settings.check_every
         self.weights = WeightChecks(state.model.master_params, mesh, self.coords, plan.alone, every)
         self.faults = FaultLog(event, warn, self.coords)
         self.table = FigureLayout(mesh.world, tuple(mesh.axes), 2 * len(self.weights.kinds))

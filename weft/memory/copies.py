@@ -30,6 +30,9 @@ class CopySeconds:
     store: float = 0.0
     waited: float = 0.0
 
+    def __add__(self, other: CopySeconds) -> CopySeconds:
+        return CopySeconds(self.fetch + other.fetch, self.store + other.store, self.waited + other.waited)
+
     @property
     def hidden(self) -> float:
         """Share of the copying that ran beside the computation."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.comm.foreach_internals import foreach_copy_
+from weft.memory.host_memory import allocate_host
+from weft.planner.engine_constants import MIN_CODED_COLUMNS
 
 HALF = 0x8000
 """Half of the last bit of bf16, in the bits of fp32."""
@@ -58,3 +60,44 @@ def rounded(master: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty_like(master, dtype=dtype)
     copy_rounded([out], [master])
     return out
+
+
+def hollow(param: Tensor) -> Tensor:
+    """An fp32 tensor with the shape of another, and no memory of its own: every element is the same NaN."""
+    return torch.full((), torch.nan, dtype=torch.float32, device=param.device).expand(param.shape)
+
+
+def has_low_byte(states: str, shape: Sequence[int]) -> bool:
+    """Whether memory.states stores the low half of such a weight in one byte."""
+    return states == "24bit-master" and len(shape) > 1 and shape[-1] >= MIN_CODED_COLUMNS
+
+
+@torch.no_grad()
+def split_parameters(
+    modules: Sequence[tuple[str, nn.Module]], states: str, pinned: bool, owner: object
+) -> dict[str, Tensor]:
+    """Replace every trained fp32 parameter of some modules by its bf16 half. Returns the low halves in host memory by
+    name, as memory.states stores them, rounded to the nearest; page-locked with `pinned` as long as `owner` exists."""
+    found: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    params: dict[int, nn.Parameter] = {}
+    for path, module in modules:
+        for key, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            if p.is_floating_point() and p.requires_grad:
+                params[id(p)] = p
+                found.setdefault(id(p), []).append((f"{path}.{key}" if path else key, module, key))
+    device = next(iter(params.values())).device if pinned and params else torch.device("cpu")
+    coded = {i: has_low_byte(states, p.shape) for i, p in params.items()}
+    shapes = [(tuple(p.shape), torch.int8 if coded[i] else torch.int16) for i, p in params.items()]
+    lows: dict[str, Tensor] = {}
+    for (number, param), stored in zip(params.items(), allocate_host(shapes, device, owner), strict=True):
+        value = param.detach()
+        if coded[number]:
+            value.view(torch.int32).add_(0x80).bitwise_and_(~0xFF)
+        high, low = torch.empty_like(value, dtype=torch.bfloat16), torch.empty_like(value, dtype=torch.int16)
+        split_(value, high, low)
+        stored.copy_(low >> 8 if coded[number] else low)
+        lows[found[number][0][0]] = stored
+        own = nn.Parameter(high)
+        for _, module, key in found[number]:
+            module.register_parameter(key, own)
+    return lows

@@ -13,7 +13,7 @@ from weft.comm.shards import like, local_of
 from weft.job.optim import OPTIMIZERS, WeightShard
 from weft.job.registry import find_object
 from weft.job.schema import Optim
-from weft.memory.split_master import copy_rounded, join, split_
+from weft.memory.split_master import copy_rounded, hollow, join, split_
 from weft.mesh import Mesh
 from weft.optim.adamw import AdamW
 from weft.optim.clip import scale_grads
@@ -134,9 +134,17 @@ class Optimizers:
         master = self.master_params[self.names[id(param)]]
         return like(value, master) if param is not master and value.dim() else value
 
-    def masters(self) -> Params:
-        """The fp32 master weights as tensors with values, to save or to load into; restore() follows a load."""
-        return self.master_params
+    def masters(self, names: list[str] | None = None) -> Params:
+        """The fp32 master weights, or some of them, as tensors with values, to save or to load into; restore() follows
+        a load."""
+        return self.master_params if names is None else {n: self.master_params[n] for n in names}
+
+    def start_averages(self, names: list[str]) -> None:
+        """Begin the moving averages of some weights with their values, where the optimizer keeps them."""
+
+    def frozen(self, weights: Params) -> Params:
+        """The weights of the model that are not trained, as tensors with values."""
+        return weights
 
     def restore(self, tensors: Params) -> None:
         """Take over loaded values that are not in place yet: none, here. Names are those of a checkpoint."""
@@ -158,11 +166,6 @@ class Optimizers:
         self.step(0.0)
         for name, leaf in self.grad_params.items():
             leaf.grad = grads[name]
-
-
-def hollow(param: Tensor) -> Tensor:
-    """A tensor with the shape and dtype of another, and no memory of its own: every element is the same NaN."""
-    return torch.full((), torch.nan, dtype=param.dtype, device=param.device).expand(param.shape)
 
 
 def _set_found_inf(part: torch.optim.Optimizer, taken: Tensor | None) -> None:

@@ -12,10 +12,11 @@ from weft.comm.shards import local_of
 class Ema:
     """Follows the master weights: average ← decay · average + (1 − decay) · master after every step. Off at decay 0."""
 
-    def __init__(self, master_params: dict[str, Tensor], decay: float):
+    def __init__(self, master_params: dict[str, Tensor], decay: float, fill: bool = True):
+        """Without `fill` the averages get their memory and values later (optim/state_homes.py)."""
         self.decay = decay
         self.master_params = master_params
-        self.averages = {n: m.detach().clone() for n, m in master_params.items()} if decay else {}
+        self.averages = {n: m.detach().clone() if fill else m.detach() for n, m in master_params.items() if decay}
         self.deferred = False
         """Whether the optimizer updates the averages, each with its weight (optim/streamed.py)."""
 

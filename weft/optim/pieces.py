@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from weft.comm.shards import like, local_of
 from weft.job.optim import OPTIMIZERS, WeightShard
 from weft.job.schema import Optim
+from weft.memory.split_master import hollow
 from weft.mesh import Mesh
-from weft.optim.build_optimizers import Optimizers, Params, build_optimizers, hollow
+from weft.optim.build_optimizers import Optimizers, Params, build_optimizers
 from weft.optim.state_codecs import Draw, StateCodec
 
 ROW_ALIGNMENT = 16
@@ -43,6 +44,11 @@ class WeightSlice:
     def of(self, tensor: Tensor) -> Tensor:
         """Its rows of a tensor."""
         return tensor if self.end is None else tensor[self.first : self.end]
+
+    def shape_in(self, tensor: Tensor) -> tuple[int, ...]:
+        """The shape of its rows of a tensor, which may have no memory now."""
+        shape = tuple(tensor.shape)
+        return shape if self.end is None else (self.end - self.first, *shape[1:])
 
 
 @dataclass(eq=False)
@@ -123,10 +129,10 @@ class Piece:
 
 def cut_pieces(
     optim: Optim, model: Any, is_block: Callable[[str], bool], units: list[str], mesh: Mesh,
-    shares: dict[str, dict[Home, float]],
-    split: bool, limit: int,
+    shares: dict[str, dict[Home, float]], split: bool, limit: int, enter: Callable[[str], None],
 ) -> list[Piece]:  # fmt: skip
-    """The pieces of a model in the order of the forward pass; what is outside the units comes first."""
+    """The pieces of a model in the order of the forward pass; what is outside the units comes first. `enter` is called
+    before each unit, whose weights must have memory while they are cut."""
     masters: Params = model.master_params
 
     def unit_of(name: str) -> str:
@@ -142,6 +148,7 @@ def cut_pieces(
     pieces: list[Piece] = []
     turns: Counter[tuple[type, bool]] = Counter()
     for unit in ("", *units):
+        enter(unit)
         names = [n for n in masters if unit_of(n) == unit]
         for slices in cut_slices(names, masters, cuttable, limit):
             found = {s.key: slice_params(s, masters, model.grad_params, model.compute_params, split) for s in slices}

@@ -12,27 +12,32 @@ from torch.distributed.tensor import DTensor
 from weft.comm.shards import like, local_of
 from weft.memory.disk_states import DiskStates
 from weft.memory.host_memory import allocate_host
-from weft.memory.split_master import split_
+from weft.memory.split_master import join, split_
 from weft.mesh import Mesh
-from weft.optim.build_optimizers import Params, hollow
+from weft.optim.build_optimizers import Params
 from weft.optim.ema import Ema
 from weft.optim.pieces import HOME_KINDS, Piece, PlacedState, zero_state
 from weft.optim.state_codecs import codec_of, round_to_24_bits_
+from weft.optim.weight_homes import WeightHomes
 
 
 class StateHomes:
     """Creates every state in its home; all of them never exist on the device at once."""
 
-    def __init__(self, pieces: list[Piece], model: Any, ema: Ema, mesh: Mesh, split: bool, states: str, disk: str):
+    def __init__(
+        self, pieces: list[Piece], model: Any, ema: Ema, mesh: Mesh, split: bool, states: str, disk: str,
+        weights: WeightHomes,
+    ):  # fmt: skip
         self.pieces, self.ema, self.mesh, self.split, self.states = pieces, ema, mesh, split, states
+        self.weights = weights
+        self.low_halves: Params = model.parts[0].data.low_halves if split else {}
         self.master_params: Params = model.master_params
         self.compute_params: Params = model.compute_params
         self.wholes: dict[tuple[str, str], Tensor] = {}
         """What is stored of every state on the device or in host memory, by weight and kind."""
         self.counters: dict[tuple[str, str], list[Tensor]] = {}
         """States without a dim, such as the number of steps: one for each slice of a weight."""
-        values = {n: m.detach() for n, m in self.master_params.items()}
-        found = self._create(values)
+        found = self._create()
         self.disk = self._allocate(found, Path(disk))
         self.copied: dict[tuple[str, str], list[tuple[int, PlacedState]]] = {}
         """States of which read() returns a copy, with the number of the piece of each slice."""
@@ -40,19 +45,18 @@ class StateHomes:
         for piece, state in found:
             if state.codec is not None or state in piece.disk:
                 self.copied.setdefault((state.part.name, state.kind), []).append((numbers[id(piece)], state))
-        self._fill(values)
+        self._fill()
 
     @torch.no_grad()
-    def _create(self, values: Params) -> list[tuple[Piece, PlacedState]]:
+    def _create(self) -> list[tuple[Piece, PlacedState]]:
         """The states of every piece, by creating those of one piece after the other."""
         found: list[tuple[Piece, PlacedState]] = []
         for piece in self.pieces:
             opt, parts = piece.optimizers, {s.key: s for s in piece.slices}
-            if self.split:
-                for s in piece.slices:
-                    master = s.of(values[s.name])
-                    opt.low_halves[s.key] = torch.empty_like(master, dtype=torch.int16)
-                    split_(master, opt.compute_params[s.key].detach(), opt.low_halves[s.key])
+            self.weights.enter(piece.unit, "start")
+            for s in piece.slices if self.split else ():
+                shape = s.shape_in(self.master_params[s.name])
+                opt.low_halves[s.key] = torch.zeros(shape, dtype=torch.int16, device=self.mesh.device)
             zero_state(opt)
             for part in opt.parts:
                 for param, state in part.state.items():
@@ -67,7 +71,7 @@ class StateHomes:
                             found.append((piece, PlacedState(state, key, own, key, shape, local.dtype, placed)))
                             state[key] = torch.empty(0)  # the memory is needed for the next piece
             for own in piece.slices:
-                shape = tuple(own.of(local_of(self.master_params[own.name])).shape)
+                shape = own.shape_in(local_of(self.master_params[own.name]))
                 if self.split:
                     found.append((piece, PlacedState(opt.low_halves, own.key, own, "low", shape, torch.int16)))
                     opt.low_halves[own.key] = torch.empty(0)
@@ -75,7 +79,7 @@ class StateHomes:
                     found.append((piece, PlacedState(piece.averages, own.key, own, "ema", shape, torch.float32)))
         for piece, placed_state in found:
             weight = self.master_params[placed_state.part.name]
-            if placed_state.shape == tuple(placed_state.part.of(local_of(weight)).shape):
+            if placed_state.shape == placed_state.part.shape_in(local_of(weight)):
                 placed_state.codec = codec_of(self.states, placed_state.kind, tuple(weight.shape))
             if placed_state.codec is not None:
                 piece.coded.append(placed_state)
@@ -84,10 +88,11 @@ class StateHomes:
     def _allocate(self, found: list[tuple[Piece, PlacedState]], disk: Path) -> DiskStates:
         """Memory for states: whole tensors, of which each slice has its rows. Those on disk have a place there."""
         host: dict[tuple[str, str], tuple[tuple[int, ...], torch.dtype]] = {}
+        taken: dict[tuple[str, str], Tensor] = {}
         for piece, state in found:
             place = state.part.name, state.kind
             weight = local_of(self.master_params[state.part.name])
-            own = state.shape == tuple(state.part.of(weight).shape)
+            own = state.shape == state.part.shape_in(weight)
             home = (
                 piece.homes.get((HOME_KINDS.get(state.kind, "moments"), state.part.key), "device") if own else "device"
             )
@@ -96,11 +101,15 @@ class StateHomes:
                 piece.disk.append(state)
             elif home != "device":
                 host[place] = whole, state.stored_dtype
+                if state.kind == "low" and self._is_home(self.low_halves[state.part.name]):
+                    taken[place] = self.low_halves[state.part.name]
             elif place not in self.wholes:
                 self.wholes[place] = torch.zeros(whole, dtype=state.stored_dtype, device=self.mesh.device)
             if home != "device":
                 piece.streamed.append(state)
-        self.wholes |= dict(zip(host, allocate_host(list(host.values()), self.mesh.device, self), strict=True))
+        new = [place for place in host if place not in taken]
+        self.wholes |= taken
+        self.wholes |= dict(zip(new, allocate_host([host[n] for n in new], self.mesh.device, self), strict=True))
         for _, state in found:
             if (place := (state.part.name, state.kind)) in host:
                 state.host = state.part.of(self.wholes[place])
@@ -109,16 +118,36 @@ class StateHomes:
         sizes = [[s.bytes for s in p.disk] for p in self.pieces]
         return DiskStates.make(disk, self.mesh.rank, sizes, self.mesh.device)
 
+    def _is_home(self, low: Tensor) -> bool:
+        """Whether a low half is where it can stay."""
+        return self.mesh.device.type != "cuda" or low.is_pinned()
+
     @torch.no_grad()
-    def _fill(self, values: Params) -> None:
-        """Split the master weights, and take over the averages."""
+    def _fill(self) -> None:
+        """Take over the low halves and the averages."""
         for name, master in self.master_params.items():
             if self.split:
-                self.write_master(name, values.pop(name))
-                master.data = hollow(master)
+                self._write_low(name, self.low_halves.pop(name))
             if name in self.ema.averages:
-                self.wholes[name, "ema"].copy_(local_of(self.ema.averages[name]))
+                self.wholes[name, "ema"].copy_(self.master(name))
                 self.ema.averages[name] = like(self.wholes[name, "ema"], master)
+
+    def _write_low(self, name: str, low: Tensor) -> None:
+        """Set a low half; one of a single byte is as it is stored."""
+        if self.wholes.get((name, "low")) is low:
+            return
+        if low.dtype != torch.int8:
+            self.write(name, "low", low)
+            return
+        for number, state in self.copied[name, "low"]:
+            self._write_stored(number, state, state.part.of(low))
+
+    def master(self, name: str) -> Tensor:
+        """The values of a master weight on this rank; of a split one, a copy in host memory."""
+        if not self.split:
+            home = self.weights.master_home(name)
+            return local_of(self.master_params[name].detach()) if home is None else home
+        return join(self.weights.compute_home(name).cpu(), self.read(name, "low").cpu())
 
     @property
     def names(self) -> list[tuple[str, str]]:
@@ -151,17 +180,25 @@ class StateHomes:
                 stored = torch.empty(state.stored_shape, dtype=state.stored_dtype, device=rows.device)
                 state.codec.encode(rows, stored, None)
                 rows = stored
-            disk = self.pieces[number].disk
-            if state in disk:
-                self.disk.write(number, disk.index(state), rows.cpu().contiguous())
-            else:
-                state.part.of(self.wholes[name, kind]).copy_(rows)
+            self._write_stored(number, state, rows)
+
+    def _write_stored(self, number: int, state: PlacedState, rows: Tensor) -> None:
+        disk = self.pieces[number].disk
+        if state in disk:
+            self.disk.write(number, disk.index(state), rows.cpu().contiguous())
+        else:
+            state.part.of(self.wholes[state.part.name, state.kind]).copy_(rows)
 
     def write_master(self, name: str, value: Tensor) -> None:
-        """Split a master weight into the compute weight and its low half."""
+        """Set a master weight, with its compute weight and its average's home unchanged."""
+        if not self.split:
+            self.weights.write_master(name, value)
+            return
+        value = value.to(self.mesh.device)
         if codec_of(self.states, "low", tuple(value.shape)) is not None:
             value = value.clone(memory_format=torch.contiguous_format)
             round_to_24_bits_(value, None)
-        low = torch.empty_like(value, dtype=torch.int16)
-        split_(value, self.compute_params[name].detach(), low)
+        high, low = torch.empty_like(value, dtype=torch.bfloat16), torch.empty_like(value, dtype=torch.int16)
+        split_(value, high, low)
+        self.weights.compute_home(name).copy_(high)
         self.write(name, "low", low)

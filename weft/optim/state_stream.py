@@ -84,7 +84,7 @@ class StateStream:
         """Fetch the pieces from `first` on, or after those that are already on their way, while slots are free."""
         if self.ahead:
             first = self.order.index(self.ahead[-1][0]) + 1
-        while self.free and len(self.ahead) < len(self.slots) - 1:
+        while self.free and len(self.ahead) < max(1, len(self.slots) - 1):
             piece, slot = self.order[first % len(self.order)], self.free.popleft()
             first += 1
             after = [self.disk.arrived(e) for e in (*slot.free_after, piece.stored) if e is not None]

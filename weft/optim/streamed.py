@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from weft.comm.shards import like, local_of
 from weft.job.schema import Optim
 from weft.memory.copies import Copies, make_copies
-from weft.memory.split_master import join, split_
+from weft.memory.split_master import split_
 from weft.mesh import Mesh
 from weft.optim.build_optimizers import Optimizers, Params
 from weft.optim.ema import Ema
@@ -27,7 +27,11 @@ from weft.optim.pieces import Home, Piece, PlacedState, WeightSlice, cut_pieces
 from weft.optim.state_codecs import Draw, round_to_24_bits_, rounding_of
 from weft.optim.state_homes import StateHomes
 from weft.optim.state_stream import KINDS, StateStream
+from weft.optim.weight_homes import WeightHomes
 from weft.planner.engine_constants import STREAMED_PIECE_ELEMENTS
+
+make_weight_copies = make_copies
+"""The queues of weights, which do not wait for those of states."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +79,15 @@ class StreamedOptimizers(Optimizers):
         self.pending: _Update | None = None
         self.updates = 0
         """Steps that were applied to all weights."""
+        self.weights = WeightHomes(model, mesh, tiering.split, make_weight_copies(mesh.device))
         self.pieces = cut_pieces(
-            optim, model, is_block, units, mesh, tiering.shares, tiering.split, tiering.piece_elements
-        )
+            optim, model, is_block, units, mesh, tiering.shares, tiering.split, tiering.piece_elements,
+            lambda unit: self.weights.enter(unit, "start"),
+        )  # fmt: skip
         self.parts = [part for piece in self.pieces for part in piece.optimizers.parts]
-        self.homes = StateHomes(self.pieces, model, ema, mesh, tiering.split, tiering.states, tiering.disk)
-        if tiering.split:
-            model.data.split = True
+        self.homes = StateHomes(self.pieces, model, ema, mesh, tiering.split, tiering.states, tiering.disk,
+                                self.weights)  # fmt: skip
+        self.weights.begin()
         ema.deferred = bool(ema.averages)
         self.stream = StateStream(
             self.pieces, self.homes.disk, copies or make_copies(mesh.device), mesh.device, tiering.slot_bytes
@@ -90,7 +96,7 @@ class StreamedOptimizers(Optimizers):
     @property
     def moved(self) -> Counter[tuple[str, str, str, str]]:
         """Bytes copied, by kind, from, to, and phase."""
-        return self.stream.moved
+        return self.stream.moved + self.weights.moved
 
     def tier_report(self) -> dict[str, Any]:
         """Bytes copied since the start by (kind, from, to, phase), and how much of the copying was hidden."""
@@ -100,14 +106,16 @@ class StreamedOptimizers(Optimizers):
             {"kind": kind, "from": source, "to": target, "phase": phase, "bytes": size}
             for (kind, source, target, phase), size in sorted(self.moved.items())
         ]
-        seconds = self.stream.copies.seconds
+        seconds = self.stream.copies.seconds + self.weights.stream.copies.seconds
         return {
             "moved": rows, "updates": self.updates, "copy_s": max(seconds.fetch, seconds.store),
             "waited_s": seconds.waited, "hidden": seconds.hidden,
         }  # fmt: skip
 
     def watch(self, root: nn.Module, units: dict[str, nn.Module]) -> None:
-        """Update each unit before its forward pass; what is left, at the end of the model's."""
+        """Fetch each unit's weights before its passes, and update it before its forward pass; what is left, at the end
+        of the model's."""
+        self.weights.watch(units)
         if not self.tiering.lazy:
             return
         for name, module in {"": root, **units}.items():
@@ -132,7 +140,11 @@ class StreamedOptimizers(Optimizers):
             return
         last = len(update.left) if unit is None else 1 + max(i for i, p in enumerate(update.left) if p.unit == unit)
         for _ in range(last):
-            self._update_piece(update.left.popleft(), update)
+            piece = update.left.popleft()
+            self.weights.enter(piece.unit, self.stream.phase)
+            self._update_piece(piece, update)
+            if not update.left or update.left[0].unit != piece.unit:
+                self.weights.changed(piece.unit, self.stream.phase)
         if not update.left:
             self.pending = None
             self.updates += 1
@@ -179,15 +191,21 @@ class StreamedOptimizers(Optimizers):
         self.update_unit(None)
         self.stream.phase = phase
         self.stream.finish()
+        self.weights.settle()
 
-    def masters(self) -> Params:
-        """The master weights; split ones as copies in host memory."""
+    def masters(self, names: list[str] | None = None) -> Params:
+        """The master weights, or some of them; split ones as copies in host memory."""
         self.settle()
-        if not self.tiering.split:
-            return self.master_params
-        return {
-            n: join(self.compute_params[n].detach().cpu(), self.homes.read(n, "low").cpu()) for n in self.master_params
-        }
+        wanted = {n: self.master_params[n] for n in self.master_params if names is None or n in names}
+        return {n: self.homes.master(n) for n in wanted} if self.tiering.split else self.weights.at_home(wanted)
+
+    def start_averages(self, names: list[str]) -> None:
+        for name in names:
+            if name in self.ema.averages:
+                self.homes.wholes[name, "ema"].copy_(self.homes.master(name))
+
+    def frozen(self, weights: Params) -> Params:
+        return self.weights.frozen(weights)
 
     def state(self) -> dict[str, Tensor]:
         return {
@@ -217,12 +235,13 @@ class StreamedOptimizers(Optimizers):
         for values in self.homes.counters.values():
             for other in values[1:]:
                 other.copy_(values[0])
-        for name in self.master_params if self.tiering.split else ():
+        for name in self.master_params:
             if (value := tensors.get(f"model.{name}")) is not None:
-                self.homes.write_master(name, local_of(value).to(self.mesh.device))
+                self.homes.write_master(name, local_of(value))
         for name, key in self.homes.copied:
             if (value := tensors.get(f"optim.{name}.{key}")) is not None:
                 self.homes.write(name, key, local_of(value))
+        self.weights.drop()
 
     def allocate(self) -> None:
         """Nothing to do: states exist from the start."""

@@ -17,6 +17,8 @@ from weft.comm.shards import sharded_axes
 from weft.job.compression import parse_compression
 from weft.job.errors import JobError
 from weft.memory import HostOffload, recompute, recomputed_units, run_in_chunks
+from weft.memory.split_master import split_parameters
+from weft.memory.weight_stream import WeightStream, streamed_units
 from weft.mesh import Mesh, ranks_of_a_node
 from weft.models.init import initialise
 from weft.models.kernel_internals import allow_variants
@@ -70,10 +72,11 @@ def parallelize(
     recomputed = recomputed_units(list(find_units(model)), plan.recompute)
     check_skip(model, plan)
     tables = spread_tables(model, mesh, plan, seed)
+    weights = WeightStream(mesh.device)
     load = ExpertLoad(model, mesh.device, mesh.everyone, plan.ep)
     if pp is None:
         summed = plan.accumulation > 1 or not bare_gradients
-        spread_model = spread_stage(model, mesh, plan, seed, recomputed, summed, worker)
+        spread_model = spread_stage(model, mesh, plan, seed, recomputed, summed, worker, weights)
         load.watch(spread_model.module)
         return replace(spread_model, load=load, tables=tables)
     schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)
@@ -85,7 +88,7 @@ def parallelize(
             stage = copy.deepcopy(model)
             first, end = plan.split[index]
             stage.keep(first, end, begins=index == 0, ends=index == schedule.stages - 1)  # type: ignore[operator]
-        stages[index] = spread_stage(stage, mesh, plan, seed, recomputed, worker=worker)
+        stages[index] = spread_stage(stage, mesh, plan, seed, recomputed, worker=worker, weights=weights)
     cut = plan.tp if plan.sequence else 1
     at_once = frozenset(i for i, stage in stages.items() if recomputed.keys() & find_units(stage.module).keys())
     load.watch(*(stage.module for stage in stages.values()))
@@ -101,12 +104,12 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 
 def spread_stage(
     model: nn.Module, mesh: Mesh, plan: Plan, seed: int, recomputed: dict[str, str], summed: bool = True,
-    worker: BackgroundWorker | None = None,
+    worker: BackgroundWorker | None = None, weights: WeightStream | None = None,
 ) -> SpreadModel:  # fmt: skip
     """Spread one stage, unit by unit, so that no rank ever holds more than one unit whole.
 
     `recomputed` gives the mode of each recomputed unit; `summed`: a step sums gradients of several passes; `worker`
-    compresses gradients during the backward pass.
+    compresses gradients during the backward pass; `weights` takes those that live in host memory.
     """
     dtype, fp8 = COMPUTE_DTYPES[plan.precision], recipe_of(plan)
     tp, cp, sharded = mesh.axis("tp"), mesh.axis("cp"), mesh.axis("dp_shard") is not None
@@ -115,6 +118,8 @@ def spread_stage(
     between = ("dp_replicate",) if mesh.axis("dp_replicate") is not None and not plan.alone else ()
     offload = HostOffload(mesh.device, plan.host_gib / plan.virtual_stages)
     units = find_units(model)
+    away = streamed_units({n: sum(p.numel() for p in u.parameters()) for n, u in units.items()}, plan.weight_share)
+    low_halves: dict[str, Tensor] = {}
     for prefix, unit in [*units.items(), ("", model)]:
         modules = members(model, prefix, skip=() if prefix else tuple(units))
         keep_local_experts(modules, mesh)
@@ -145,6 +150,11 @@ def spread_stage(
             # with compression, shards are summed over their replicas by the compressor
             copied = between if worker is None else ()
             shard(unit, mesh.submesh(*copied, plan.joint_axis), plan.zero, dtype)
+        if plan.split_master:
+            pinned = plan.shares_of("master").get("host", 0.0) == 1.0
+            low_halves |= split_parameters(modules, plan.states, pinned, model)
+        if weights is not None and prefix in away and (plan.split_master or dtype == torch.float32):
+            weights.park(prefix, {f"{prefix}.{n}": p for n, p in unit.named_parameters()})
     axis, compressor = mesh.axis(plan.joint_axis), None
     if worker is not None:
         compressor = compressor_of(plan, mesh, worker, seed, dict(model.named_parameters()), split)
@@ -154,7 +164,7 @@ def spread_stage(
     else:
         start = summing(axis, plan.allreduce, ranks_of_a_node(plan)) if axis else None
         data = Replicas(
-            model, axis, dtype, plan.bucket_mb, summed, start, *expert_gradient_sum(model, mesh), compressor
+            model, axis, dtype, plan.bucket_mb, summed, start, *expert_gradient_sum(model, mesh), compressor, low_halves
         )
     whole = [n for n, p in data.master_params.items() if split and not {"tp", "ep"}.intersection(sharded_axes(p))]
     partial = tuple(n for n in data.master_params if split and n in split.partial)
@@ -165,7 +175,8 @@ def spread_stage(
     aliases = {n: of for n, of in _aliases(model).items() if of not in names}
     aliases |= {n: n for n in getattr(model, "borrowed", ())}
     frozen: dict[str, Tensor] = {aliases.get(n, n): p for n, p in names.items() if not p.requires_grad}
-    return SpreadModel(model, data, tp, partial, replicated, frozen, aliases, DelayedScales(model, mesh))
+    made = SpreadModel(model, data, tp, partial, replicated, frozen, aliases, DelayedScales(model, mesh))
+    return replace(made, weights=weights, away=tuple(away))
 
 
 def _replica_axes(mesh: Mesh, plan: Plan) -> list[Axis]:

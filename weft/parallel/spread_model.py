@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from weft.comm.axis import Axis
 from weft.comm.shards import local_of, on_flat_, placed_like
+from weft.memory.weight_stream import WeightStream
 from weft.parallel.data.compression import Compressor
 from weft.parallel.data.data_parallel import Replicas, Shards, nothing
 from weft.parallel.expert.load import ExpertLoad
@@ -48,6 +49,10 @@ class SpreadModel:
     """The experts' load; None in a stage of a pipeline, which has its own."""
     tables: ShardedTables | None = None
     """Embedding tables, which are not among the parameters."""
+    weights: WeightStream | None = None
+    """Weights that live in host memory; the stages of a rank share it."""
+    away: tuple[str, ...] = ()
+    """The units with such weights."""
 
     @property
     def master_params(self) -> dict[str, Tensor]:

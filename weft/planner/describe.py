@@ -108,9 +108,10 @@ def _home_rows(plan: Plan) -> list[tuple[str, str]]:
     for home, kinds in by_home:
         listed = list(kinds)
         what = ", ".join(f"{row['kind']} {row['gib']:.2f} GiB" for row in listed)
-        moved = sum(row["moved_gib"] for row in listed)
+        moved, back = (sum(row.get(key, row["moved_gib"]) for row in listed) for key in ("moved_gib", "stored_gib"))
+        ways = "and" if abs(moved - back) < 0.005 else f"and {back:.2f} GiB"
         rows.append(("homes" if not rows else "", f"{home}: {what}"
-                     + (f"; {moved:.2f} GiB to the device and back in a step" if moved else "")))  # fmt: skip
+                     + (f"; {moved:.2f} GiB to the device {ways} back in a step" if moved else "")))  # fmt: skip
     return rows
 
 

@@ -13,7 +13,7 @@ from weft.job.schema import Job
 from weft.planner.calibration import Calibration
 from weft.planner.memory.engine_memory import EngineMemory, Place
 from weft.planner.memory.framework_memory import GIB, framework_memory, stage_memory
-from weft.planner.memory.tiers import moved_per_parameter
+from weft.planner.memory.tiers import fetched_weights, moved_per_parameter
 from weft.planner.model.counts import count_parameters
 from weft.planner.model.facts import ClusterFacts, ModelFacts, cluster_facts, model_facts
 from weft.planner.own_calibration import own_calibration
@@ -78,18 +78,21 @@ class Estimator:
         return self._streamed(layouts, self._measured(layouts, self._synchronised(layouts, made, memory)))
 
     def _streamed(self, layouts: Layouts, made: Estimates) -> Estimates:
-        """With states outside of the device: as much longer as their copies are not hidden."""
+        """With states or weights outside of the device: as much longer as their copies are not hidden."""
         assert self.engine is not None
         job, plan = self.engine.job, self.engine.plan
         counts = count_parameters(job.model)
-        if not plan.offloads_states or counts is None:
+        if not (plan.offloads_states or plan.weight_share) or counts is None:
             return made
         cut = layouts.tp * layouts.pp * np.where(layouts.dp_shard > 1, layouts.dp_shard * layouts.cp, 1)
         moved = {home: counts.total / cut * size for home, size in moved_per_parameter(job, plan).items()}
         passes = np.where(layouts.recompute > 0, 4.0, 3.0)
+        fetched = layouts.accumulation * fetched_weights(job, plan, layouts)
         forward = made.step_time_s / passes if plan.lazy_update else 0.0 * made.step_time_s
         links = Links.of(load_measured(plan.device_name), plan.device)
-        seconds = streamed_step_s(made.step_time_s, forward, moved["host"], moved["disk"], plan.stream_gib * GIB, links)
+        seconds = streamed_step_s(
+            made.step_time_s, forward, moved["host"], moved["disk"], plan.stream_gib * GIB, links, fetched
+        )
         return replace(made, copies=seconds - made.step_time_s)
 
     def _times(self, layouts: Layouts, memory: dict[str, NDArray[np.float64]]) -> Estimates:

@@ -20,7 +20,7 @@ from weft.planner.estimator import Estimator, make_estimator, run_memory
 from weft.planner.memory.disk_space import endurance_line
 from weft.planner.memory.layout_group import chunk_tokens, host_gib
 from weft.planner.memory.stage_blocks import split_blocks
-from weft.planner.memory.tiers import AUTO_OFFLOADS, OFFLOAD_REASONS, place_states, tier_settings
+from weft.planner.memory.tiers import AUTO_OFFLOADS, OFFLOAD_REASONS, WEIGHTS_REASON, place_states, tier_settings
 from weft.planner.model.facts import cluster_facts
 from weft.planner.model.reference_rate import peak_flops
 from weft.planner.plan import AXES, Plan
@@ -89,7 +89,8 @@ def _warmup(job: Job) -> int:
 def start_plan(job: Job, world: int | None = None) -> PlanStart:
     """Find the device and number of ranks, and apply the pinned settings. memory.offload=auto becomes what it needs."""
     if job.memory.offload != "auto":
-        return _start_plan(job, world)
+        start = _start_plan(job, world)
+        return start if job.memory.offload != "all" else _or_with_weights(start, job)
     for number, changed in enumerate(AUTO_OFFLOADS):
         start = _start_plan(job.model_copy(update={"memory": job.memory.model_copy(update=changed)}), world)
         last = number == len(AUTO_OFFLOADS) - 1
@@ -97,7 +98,18 @@ def start_plan(job: Job, world: int | None = None) -> PlanStart:
             break
     why = OFFLOAD_REASONS.get(start.plan.offload, "master weights are split: they would not fit otherwise")
     reasons = (*start.reasons, why) if number else start.reasons
-    return replace(start, spare=True, reasons=reasons)
+    start = replace(start, spare=True, reasons=reasons)
+    return _or_with_weights(start, start.job) if number == len(AUTO_OFFLOADS) - 1 else start
+
+
+def _or_with_weights(start: PlanStart, job: Job) -> PlanStart:
+    """The same with weights in host memory if it does not fit otherwise. Ranks that share the weights already hold
+    less of them, so an open layout does not use this."""
+    shared = start.world > 1 and (job.parallel == "auto" or start.plan.dp_shard > 1)
+    if job.model.module or shared or "weights" in job.memory.homes or _fits(start):
+        return start
+    return replace(_start_plan(job, start.world, weights=True), spare=start.spare,
+                   reasons=(*start.reasons, WEIGHTS_REASON))  # fmt: skip
 
 
 def _fits(start: PlanStart) -> bool:
@@ -107,7 +119,7 @@ def _fits(start: PlanStart) -> bool:
     return search.size == 0 or len(search.find()) > 0
 
 
-def _start_plan(job: Job, world: int | None = None) -> PlanStart:
+def _start_plan(job: Job, world: int | None = None, weights: bool = False) -> PlanStart:
     job = default_layout(resolve(job))
     machine = probe()
     device = device_for(job, machine)
@@ -126,7 +138,7 @@ def _start_plan(job: Job, world: int | None = None) -> PlanStart:
         fp8=job.fp8.model_dump(mode="json") if precision == "fp8" else {}, allreduce=job.comm.allreduce,
         sync=job.train.sync.mode, sync_every=job.train.sync.period,
     )  # fmt: skip
-    plan = replace(plan, **tier_settings(job, plan, world))
+    plan = replace(plan, **tier_settings(job, plan, world, weights))
     if job.parallel != "auto":
         plan = _pin(job.parallel, plan, world, job.model.experts)
         plan = _choose_sequence_parallel(job, plan, reasons)

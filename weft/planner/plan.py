@@ -73,6 +73,8 @@ class Plan:
     """Share of the states that lives on disk."""
     home_shares: dict[str, dict[str, float]] = field(default_factory=dict)
     """Shares in host memory and on disk of the kinds of states whose homes the job pins (memory.homes)."""
+    weight_share: float = 0.0
+    """Share of the blocks' weights that lives in host memory; a block's are fetched before each of its passes."""
     disk: str = ""
     """Folder of the states on disk."""
     stream_gib: float = 0.0
@@ -141,8 +143,8 @@ class Plan:
 
     @property
     def tiered(self) -> bool:
-        """Whether states live outside of the device or in fewer bytes, or master weights are split."""
-        return self.split_master or self.states != "exact" or self.offloads_states
+        """Whether states or weights live outside of the device, states in fewer bytes, or master weights are split."""
+        return self.split_master or self.states != "exact" or self.offloads_states or self.weight_share > 0
 
     @property
     def offloads_states(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from weft.comm.algorithms import summing
+from weft.comm.shards import local_of
 from weft.data.dataset import open_dataset
 from weft.job.schema import Job
 from weft.mesh import Mesh, ranks_of_a_node
@@ -30,18 +31,42 @@ def build_state(job: Job, plan: Plan, mesh: Mesh, weights: InitialWeights | None
     if job.model.module and plan.pp > 1:  # the forward is cut as it is called with the samples
         module.given = given_parameters(module, open_dataset(job).train(0), job.model)  # type: ignore[assignment]
     spread_model = parallelize(module, mesh, plan, job.train.seed, bare_gradients=True)
-    if weights is not None:
+    late = plan.split_master or plan.weight_share > 0
+    if weights is not None and not late:
         weights(spread_model.master_params | spread_model.frozen, spread_model.buffers())
         spread_model.refresh()
-    ema = Ema(spread_model.master_params, job.train.ema)
+    ema = Ema(spread_model.master_params, job.train.ema, fill=not late)
     scale = LossScale.for_precision(plan.precision)
     if plan.tiered:
         optimizers: Optimizers = make_streamed_optimizers(job, plan, spread_model, mesh, ema)
     else:
         optimizers = make_optimizers(job, spread_model, mesh)
+    if weights is not None and late:
+        fill_late(optimizers, spread_model, weights)
     state = State(spread_model, optimizers, ema, scale, mesh)
     state.rounds = make_rounds(job, plan, mesh, state)
     return state
+
+
+FILLED_ELEMENTS = 1 << 28
+"""Weights that are read at once where they do not all have memory on the device."""
+
+
+def fill_late(optimizers: Optimizers, spread_model: SpreadModel | Pipelined, weights: InitialWeights) -> None:
+    """Fill weights of which some live in host memory, or whose master weights are split, some at a time."""
+    some: list[str] = []
+    frozen = optimizers.frozen(spread_model.frozen)
+    weights(frozen, spread_model.buffers())
+    for name, master in (*spread_model.master_params.items(), ("", None)):
+        size = sum(local_of(spread_model.master_params[n]).numel() for n in some)
+        if some and (master is None or size + local_of(master).numel() > FILLED_ELEMENTS):
+            values = optimizers.masters(some)
+            weights(values, {})
+            optimizers.restore({f"model.{n}": v for n, v in values.items()})
+            optimizers.start_averages(some)
+            some = []
+        some += [name] if master is not None else []
+    spread_model.refresh()
 
 
 def make_rounds(job: Job, plan: Plan, mesh: Mesh, state: State) -> EveryStep:

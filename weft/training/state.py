@@ -49,7 +49,7 @@ class State:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by a name that does not depend on the layout. Each rank has its own random state."""
-        out = {f"model.{n}": m.detach() for n, m in (self.optimizers.masters() | self.model.frozen).items()}
+        out = {f"model.{n}": m.detach() for n, m in self._weights().items()}
         out |= self._tables() | {f"buffer.{n}": b for n, b in self.model.buffers().items()}
         out |= {f"optim.{n}": t for n, t in self.optimizers.state().items()}
         out |= {f"ema.{n}": t for n, t in self.ema.averages.items()} | self.model.maxima()
@@ -58,7 +58,7 @@ class State:
     @torch.no_grad()
     def shards(self) -> dict[str, Tensor]:
         """This rank's shard of every tensor, for a snapshot: the tensors themselves, except compression residuals."""
-        out = {f"model.{n}": local_of(m) for n, m in (self.optimizers.masters() | self.model.frozen).items()}
+        out = {f"model.{n}": local_of(m) for n, m in self._weights().items()}
         out |= {n: local_of(t) for n, t in self._tables().items()}
         out |= {f"buffer.{n}": local_of(b) for n, b in self.model.buffers().items()}
         out |= {f"optim.{n}": local_of(t) for n, t in self.optimizers.shards().items()}
@@ -78,6 +78,9 @@ class State:
         if (dice := held.get(f"dice.{self.mesh.rank}")) is not None:
             for compressor, draws in zip(self.model.compressors, dice.tolist(), strict=True):
                 compressor.rounding.draws = draws
+
+    def _weights(self) -> dict[str, Tensor]:
+        return self.optimizers.masters() | self.optimizers.frozen(self.model.frozen)
 
     def _tables(self) -> dict[str, Tensor]:
         """The embedding tables and their optimizer states."""

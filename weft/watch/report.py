@@ -114,8 +114,11 @@ def _tiers(events: Sequence[Record], plan: Record) -> str:
     """What lives where, and what was copied between memories."""
     try:
         table = html_table(
-            ("what", "home", "GiB", "copied each way in a step, GiB"),
-            [(row["kind"], row["home"], row["gib"], row["moved_gib"]) for row in plan.get("homes") or ()],
+            ("what", "home", "GiB", "copied to the device in a step, GiB", "and back, GiB"),
+            [
+                (row["kind"], row["home"], row["gib"], row["moved_gib"], row.get("stored_gib", row["moved_gib"]))
+                for row in plan.get("homes") or ()
+            ],
         )
         tiers = next((e["tiers"] for e in reversed(events) if e.get("tiers")), None)
         if tiers is not None:

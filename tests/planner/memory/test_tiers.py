@@ -85,6 +85,34 @@ def test_pinned_homes_are_rows_of_the_plan(tmp_path: Path) -> None:
         make_plan(job({**memory, "homes": {"moments": "host"}, "host_gib": 9}))
 
 
+def test_weights_leave_the_device_last() -> None:
+    """Only what does not fit with all states elsewhere, in whole blocks; a pinned share is as it is asked for."""
+    memory = {"offload": "auto", "device_gib": 40, "host_gib": 120}
+    _, plan = make_plan(job(memory, train={"global_batch": 4, "microbatch": 1}))
+    rows = {(row["kind"], row["home"]): row for row in plan.homes}
+    assert plan.host_share == 1 and 0 < plan.weight_share < 1 and plan.predicted["memory_gib"] <= 40
+    assert plan.weight_share * 32 == pytest.approx(round(plan.weight_share * 32))
+    away, block = rows["weights", "host"], 2 * 218112000 / 2**30
+    assert away["gib"] == pytest.approx(plan.weight_share * 32 * block, rel=1e-3)
+    assert away["moved_gib"] == pytest.approx(2 * 4 * (away["gib"] - 2 * block), rel=1e-2)
+    assert away["stored_gib"] == away["gib"] and "weights of blocks live in host memory" in plan.reasons[-1]
+    _, same = make_plan(job({**memory, "device_gib": 60}, train={"global_batch": 4, "microbatch": 1}))
+    assert same.weight_share == 0
+    _, half = make_plan(job({"offload": "states", "homes": {"weights": {"host": 0.5}}, "host_gib": 100}))
+    assert half.weight_share == 0.5
+    for changed, message in (
+        ({"homes": {"weights": "disk"}}, r"weights live on the device or in host memory"),
+        ({"homes": {"weights": "host"}, "dp_shard": 2}, r"and parallel\.dp_shard=2 gathers them from shards"),
+    ):
+        shards = changed.pop("dp_shard", 1)
+        cluster = {"device": "h200-sxm", "nodes": 1, "devices_per_node": shards}
+        with pytest.raises(JobError, match=message):
+            make_plan(job({"offload": "states", "host_gib": 100, **changed}, cluster=cluster,
+                          parallel={"dp_shard": shards}))  # fmt: skip
+    with pytest.raises(FitError, match=r"weights need \d+\.\d+ GiB of host memory a rank, and 8\.00 GiB may be used"):
+        make_plan(job({"offload": "states", "homes": {"weights": "host"}, "host_gib": 8}))
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(FitError, match=r"need 74\.79 GiB of host memory a rank, and 20\.00 GiB may be used"):
         make_plan(job({"offload": "states", "offload_fraction": 1.0, "host_gib": 20}))

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 from weft.comm.algorithms import Start
 from weft.comm.axis import Axis, Pending
 from weft.comm.shards import like, local_of, placed_like
-from weft.memory.split_master import copy_rounded, rounded
+from weft.memory.split_master import copy_rounded, hollow, rounded
 from weft.parallel.data.bucket import Bucket
 from weft.parallel.data.bucket_queue import BucketQueue
 from weft.parallel.data.compression import Compressor
@@ -67,13 +67,14 @@ class Replicas:
     Buckets are reduced in the same order on every rank (bucket_queue.py), whichever gradients a rank has. `summed`: a
     step adds up the gradients of several microbatches; on one rank and without that, no bucket is needed. `start`
     begins to sum a bucket over the axis; by default the backend's own all-reduce. The weights in `apart` are replicated
-    on other ranks than the rest: `start_apart` sums their gradients.
+    on other ranks than the rest: `start_apart` sums their gradients. With `low_halves` the module's weights are
+    halves of split master weights already.
     """
 
     def __init__(
         self, module: nn.Module, axis: Axis | None, dtype: torch.dtype, bucket_mb: float, summed: bool,
         start: Start | None = None, apart: frozenset[str] = frozenset(), start_apart: Start | None = None,
-        compressor: Compressor | None = None,
+        compressor: Compressor | None = None, low_halves: dict[str, Tensor] | None = None,
     ):  # fmt: skip
         self.module, self.axis, self.last, self.compressor = module, axis, True, compressor
         self.start = start or (axis.start_all_reduce if axis else None)
@@ -81,13 +82,19 @@ class Replicas:
         self.weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.master_params: dict[str, Tensor] = dict(self.weights)
         self.mixed = dtype != torch.float32
-        if self.mixed:
+        self.low_halves = low_halves or {}
+        """Low halves of split master weights, until the optimizer takes them."""
+        self.split = bool(low_halves)
+        """Whether the compute weights are part of the master weights (memory/split_master.py)."""
+        self.elsewhere: set[str] = set()
+        """Weights that refresh() leaves out: they live in host memory."""
+        if self.split:
+            self.master_params = {n: nn.Parameter(hollow(w)) for n, w in self.weights.items()}
+        elif self.mixed:
             cast_parameters(module, dtype)
             self.weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.grad_params: dict[str, Tensor] = self.master_params
         self.compute_params: dict[str, Tensor] = dict(self.weights) if self.mixed else {}
-        self.split = False
-        """Whether the compute weights are part of the master weights (memory/split_master.py)."""
         self.local_squares: list[Tensor] = []
         """Square norms of this rank's own gradients, bucket by bucket, before they are summed over the replicas."""
         self.buckets: list[Bucket] = []
@@ -213,9 +220,10 @@ class Replicas:
     def refresh(self) -> None:
         """Copy the master weights to the compute weights."""
         if self.mixed and not self.split:
+            names = [n for n in self.weights if n not in self.elsewhere]
             copy_rounded(
-                [local_of(w.detach()) for w in self.weights.values()],
-                [local_of(m.detach()) for m in self.master_params.values()],
+                [local_of(self.weights[n].detach()) for n in names],
+                [local_of(self.master_params[n].detach()) for n in names],
             )
 
     def after_evaluation(self) -> None:

@@ -88,6 +88,12 @@ class EngineMemory:
         group = self._one(layouts, place)
         return group.states(group.held())
 
+    def block_weights(self, layouts: Layouts, place: Place) -> tuple[float, float]:
+        """Bytes of the weights of one rank's blocks, and of the largest block."""
+        group = self._one(layouts, place)
+        found = group.block_weights(group.held())
+        return float(np.max(found.total)), float(np.max(found.largest))
+
     def step_facts(self, layouts: Layouts, place: Place) -> dict[str, Size]:
         """Figures of one layout's rank: parameters before and after sharding, blocks, bytes that a block keeps on
         average, microbatches in flight, and whether gradients stay in the compute dtype, as nothing is summed."""

@@ -16,6 +16,7 @@ from weft.planner.engine_constants import (
     LONG_SEQUENCE_CHUNK,
     PREFETCHED_MESSAGES,
     STREAMED_PIECE_ELEMENTS,
+    WEIGHT_UNITS,
 )
 from weft.planner.memory.live_bytes import FP32_BYTES, PassBytes
 from weft.planner.memory.peak_walk import Walk
@@ -80,6 +81,20 @@ class Rank:
             self.layouts.take(chosen), self.at[chosen], BlockCounts(*(c[chosen] for c in self.counts)),
             self.position[chosen], self.in_flight[chosen], self.pending[chosen], self.losses_wait[chosen],
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """Bytes of the weights of a rank's blocks."""
+
+    total: Size
+    largest: Size
+    """Of one block."""
+
+    def freed(self, share: float) -> Size:
+        """Device memory that is free where a share of them lives in host memory: two blocks are on the device."""
+        away = share * self.total
+        return away - np.minimum(away, WEIGHT_UNITS * self.largest)
 
 
 class LayoutGroup:
@@ -194,7 +209,8 @@ class LayoutGroup:
             optimizer = optimizer + outer * FP32_BYTES * held.trained_held
         width = self.compute_bytes if self.flags["alone"] else FP32_BYTES
         out = {
-            "parameters": masters + bytes_["frozen"] + bytes_["copies"] + bytes_["average"] * here["averages"],
+            "parameters": masters + bytes_["frozen"] + bytes_["copies"] + bytes_["average"] * here["averages"]
+            - self.block_weights(held).freed(self.plan.weight_share),
             "optimizer": optimizer,
             "communication": residual_bytes(layouts) * held.compressed, "gradients": bytes_["gradients"],
             "update": np.maximum(held.scratch, (width if self.flags["tp"] else 0) * held.partial),
@@ -216,6 +232,23 @@ class LayoutGroup:
             for kind, sizes in kinds.items()
             for row in ("gathered", "trained_gathered", "trained_padded")
         }
+
+    def block_weights(self, held: UnitSizes) -> BlockWeights:
+        """Bytes of the weights of all blocks and of the largest one, with fp32 master weights that are copies."""
+        if self.flags["zero"] > 0:
+            return BlockWeights(0.0, 0.0)
+        masters = 0 if self.flags["fp32"] or self.plan.split_master else FP32_BYTES
+
+        def size(unit: UnitSizes) -> Size:
+            return self.compute_bytes * unit.whole + masters * unit.trained_whole
+
+        u = self.units_here()
+        if self.job.model.is_stack:
+            return BlockWeights(size(held), np.maximum(size(u["column"]), np.maximum(size(u["row"]), size(u["whole"]))))
+        largest = size(u["dense"]) * (self.rank.counts.dense > 0)
+        if self.job.model.first_blocks is not None:
+            largest = np.maximum(largest, size(u["routed"] + u["experts"]))
+        return BlockWeights(size(held) - size(self._ends(u)), largest)
 
     def states(self, held: UnitSizes) -> dict[str, Size]:
         """Bytes that a rank keeps between steps: exact, to the padding of shards."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 from weft.job.errors import FitError
 from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job
-from weft.planner.engine_constants import STREAM_SLOTS, STREAMED_PIECE_ELEMENTS
+from weft.planner.engine_constants import STREAM_SLOTS, STREAMED_PIECE_ELEMENTS, WEIGHT_UNITS
 from weft.planner.memory.disk_space import free_gib
 from weft.planner.memory.engine_memory import EngineMemory, Place
 from weft.planner.memory.layout_group import GIB, host_gib
 from weft.planner.memory.states import low_half_bytes, stored_bytes
 from weft.planner.model.counts import count_parameters
+from weft.planner.model.facts import Size
 from weft.planner.model.parameters import unit_weights
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts
@@ -22,7 +23,9 @@ from weft.planner.search.candidates import Layouts
 AUTO_OFFLOADS: tuple[dict[str, Any], ...] = (
     {"offload": "none"}, {"offload": "none", "split_master": True}, {"offload": "states"}, {"offload": "all"},
 )  # fmt: skip
-"""What memory.offload=auto tries, by the time that it costs. The first that fits is taken."""
+"""What memory.offload=auto tries, by the time that it costs. The first that fits is taken; the last resort is to keep
+weights in host memory too."""
+WEIGHTS_REASON = "weights of blocks live in host memory as far as they do not fit"
 OFFLOAD_REASONS = {
     "states": "states live outside of the device as far as they do not fit",
     "all": "states and activations live outside of the device: nothing less fits",
@@ -40,8 +43,8 @@ def can_split(job: Job, precision: str, world: int) -> bool:
     return world == 1 and precision in ("bf16", "fp8") and not job.model.module
 
 
-def tier_settings(job: Job, plan: Plan, world: int) -> dict[str, Any]:
-    """The plan's fields for the search: as much offloaded as memory.offload allows."""
+def tier_settings(job: Job, plan: Plan, world: int, weights: bool = False) -> dict[str, Any]:
+    """The plan's fields for the search: as much offloaded as memory.offload allows; with `weights`, these too."""
     memory = job.memory
     offloads = memory.offload in ("states", "all")
     split = can_split(job, plan.precision, world) and (
@@ -54,6 +57,7 @@ def tier_settings(job: Job, plan: Plan, world: int) -> dict[str, Any]:
     away = share or any(sum(own.values()) for own in pinned.values())
     return {
         "split_master": split, "states": memory.states, "host_share": share, "disk": memory.disk or "",
+        "weight_share": _pinned(job, "weights").get("host", 0.0) or (weights and 1.0),
         "home_shares": pinned, "stream_gib": away and STREAM_SLOTS * _piece_bytes(job, split, world) / GIB,
     }  # fmt: skip
 
@@ -81,11 +85,13 @@ def _disk_budget(job: Job, plan: Plan, world: int) -> float:
 
 def pinned_shares(job: Job) -> dict[str, dict[str, float]]:
     """Shares in host memory and on disk of the kinds of states that memory.homes pins."""
-    return {
-        kind: {home: share for home, share in (given.items() if isinstance(given, dict) else ((given, 1.0),))
-               if home != "device"}
-        for kind, given in job.memory.homes.items()
-    }  # fmt: skip
+    return {kind: _pinned(job, kind) for kind in job.memory.homes if kind != "weights"}
+
+
+def _pinned(job: Job, kind: str) -> dict[str, float]:
+    given: Any = job.memory.homes.get(kind, {})  # type: ignore[call-overload]
+    shares = given.items() if isinstance(given, dict) else ((given, 1.0),)
+    return {home: share for home, share in shares if home != "device"}
 
 
 def moved_per_parameter(job: Job, plan: Plan) -> dict[str, float]:
@@ -95,6 +101,15 @@ def moved_per_parameter(job: Job, plan: Plan) -> dict[str, float]:
         home: sum(size * plan.shares_of(kind).get(home, 0.0) for kind, size in kinds.items())
         for home in ("host", "disk")
     }  # fmt: skip
+
+
+def fetched_weights(job: Job, plan: Plan, layouts: Layouts) -> Size:
+    """Bytes of weights that each pass over a microbatch fetches from host memory."""
+    counts = count_parameters(job.model)
+    if counts is None or not plan.weight_share:
+        return 0.0 * layouts.tp
+    width = 4 if plan.precision == "fp32" else 2
+    return plan.weight_share * width * counts.total / (layouts.tp * layouts.pp)
 
 
 def state_bytes_per_parameter(job: Job, split: bool) -> float:
@@ -130,10 +145,10 @@ def place_states(job: Job, plan: Plan, limit_gib: float, spare: bool, reasons: l
     """The plan with the homes of its states. With `spare` they stay on the device as far as they fit."""
     if job.model.module:
         return replace(plan, homes=())
-    layouts, none = Layouts.one(plan), replace(plan, host_share=0.0, disk_share=0.0, stream_gib=0.0)
+    layouts = Layouts.one(plan)
+    none = replace(plan, host_share=0.0, disk_share=0.0, stream_gib=0.0, weight_share=0.0)
     engine = EngineMemory(job, none)
     held = {name: float(size[0]) / GIB for name, size in engine.states(layouts, Place(0)).items()}
-    weights = held["copies"] + held["frozen"]
     low = held["parameters"] / 4 * low_half_bytes(plan.states) if plan.split_master else 0.0
     sizes = {"master": low, "moments": held["optimizer"], "averages": held["average"]}
     pinned = {
@@ -147,20 +162,36 @@ def place_states(job: Job, plan: Plan, limit_gib: float, spare: bool, reasons: l
         share = min(1.0, max(0.0, (resident + least - limit_gib) / total * MARGIN))
     away = total * share + sum(pinned.values())
     least = min(least, away)
-    host, disk = _shares(job, plan, total, share, spare, reasons, pinned)
-    left = limit_gib - (resident - share * total + least)
+    blocks, largest = (size / GIB for size in engine.block_weights(layouts, Place(0)))
+    excess = resident - away + least - limit_gib
+    weights = _weight_share(job, plan, blocks, WEIGHT_UNITS * largest, excess)
+    host, disk = _shares(job, plan, total, share, spare, reasons, pinned, weights * blocks)
+    left = -excess + max(0.0, weights * blocks - WEIGHT_UNITS * largest)
     stream = min(away, least + max(0.0, STREAM_SHARE * left)) if away else 0.0
-    parked = max(0.0, plan.host_gib - host * total - pinned["host"]) if plan.offloads_activations else plan.host_gib
-    masters = [] if plan.split_master else [("master weights", held["parameters"])]
-    fixed = [("weights", weights)] if weights else []
-    rows = [_row(kind, "device", gib) for kind, gib in (*fixed, *masters, ("gradients", held["gradients"]))]
-    plan = replace(plan, host_share=host, disk_share=disk)
+    used = host * total + pinned["host"] + weights * blocks
+    parked = max(0.0, plan.host_gib - used) if plan.offloads_activations else plan.host_gib
+    masters = 0.0 if plan.split_master else held["parameters"]
+    parts = {"weights": held["copies"] + held["frozen"], "master weights": masters}
+    of_blocks = {
+        "weights": weights * blocks * parts["weights"] / max(1e-9, sum(parts.values())),
+        "master weights": weights * blocks * masters / max(1e-9, sum(parts.values())),
+    }
+    rows = [_row(k, "device", gib - of_blocks[k]) for k, gib in parts.items() if gib - of_blocks[k] > 1e-9]
+    rows.append(_row("gradients", "device", held["gradients"]))
+    passes = 2 * plan.accumulation * max(0.0, 1 - WEIGHT_UNITS * largest / max(1e-9, weights * blocks))
+    rows += [
+        _row(k, "host", gib, passes * gib if k == "weights" or not parts["weights"] else gib, gib)
+        for k, gib in of_blocks.items()
+        if gib > 1e-9
+    ]
+    plan = replace(plan, host_share=host, disk_share=disk, weight_share=weights)
     for home in ("device", "host", "disk"):
         for kind, gib in sizes.items():
             own = plan.shares_of(kind)
             part = own.get(home, 0.0) if home != "device" else 1 - sum(own.values())
             if gib and part > 1e-9:
-                rows.append(_row(KIND_NAMES.get(kind, kind), home, gib * part, home != "device"))
+                moved = gib * part if home != "device" else 0.0
+                rows.append(_row(KIND_NAMES.get(kind, kind), home, gib * part, moved, moved))
     if plan.offloads_activations:
         rows.append(_row("block inputs, up to", "host", parked))
     return replace(
@@ -172,15 +203,38 @@ KIND_NAMES = {"master": "low halves"}
 """Kinds of states in the rows of a plan, where they differ from those of memory.homes."""
 
 
-def _row(kind: str, home: str, gib: float, moved: bool = False) -> dict[str, Any]:
-    return {"kind": kind, "home": home, "gib": round(gib, 6), "moved_gib": round(gib, 6) if moved else 0.0}
+def _row(kind: str, home: str, gib: float, moved: float = 0.0, stored: float = 0.0) -> dict[str, Any]:
+    """What lives in a memory, and what of it is copied to the device and back in a step."""
+    sizes = {"gib": gib, "moved_gib": moved, "stored_gib": stored}
+    return {"kind": kind, "home": home, **{key: round(size, 6) for key, size in sizes.items()}}
+
+
+def _weight_share(job: Job, plan: Plan, blocks: float, slots: float, excess: float) -> float:
+    """Share of the blocks' weights, `blocks` GiB, that must live in host memory: as pinned, or so many blocks as free
+    `excess` GiB. `slots` GiB of them are on the device at a time."""
+    if not plan.weight_share or not blocks:
+        return 0.0
+    if pinned := _pinned(job, "weights"):
+        return pinned.get("host", 0.0)
+    if excess <= 0:
+        return 0.0
+    count = max(1, (job.model.layers or 1) // plan.pp)
+    return min(1.0, ceil((excess + slots) / blocks * MARGIN * count) / count)
 
 
 def _shares(
-    job: Job, plan: Plan, total: float, share: float, spare: bool, reasons: list[str], pinned: dict[str, float]
-) -> tuple[float, float]:
-    """Shares in host memory and on disk of the states that are not pinned, of `total` GiB, beside `pinned` ones."""
+    job: Job, plan: Plan, total: float, share: float, spare: bool, reasons: list[str], pinned: dict[str, float],
+    weights: float,
+) -> tuple[float, float]:  # fmt: skip
+    """Shares in host memory and on disk of the states that are not pinned, of `total` GiB, beside `pinned` ones and
+    `weights` GiB of weights in host memory."""
     host = _host_budget(job, plan.world)
+    if weights > host * MARGIN:
+        raise FitError(
+            f"weights need {weights:.2f} GiB of host memory a rank, and {host:.2f} GiB may be used (memory.host_gib, "
+            "by default 70 % of the machine's memory); more ranks in parallel.tp or parallel.pp would need less"
+        )
+    host = max(0.0, host - weights)
     if pinned["host"] > host * MARGIN:
         raise FitError(
             f"memory.homes keeps {pinned['host']:.2f} GiB of states a rank in host memory, and {host:.2f} GiB may be "
@@ -203,7 +257,8 @@ def _shares(
     if not job.memory.disk:
         raise FitError(
             f"offloaded states need {share * total:.2f} GiB of host memory a rank, and {budget:.2f} GiB may be used "
-            "(memory.host_gib, by default 70 % of the machine's memory); memory.disk=FOLDER would keep the rest on disk"
+            f"{f'besides {weights:.2f} GiB of weights ' if weights else ''}(memory.host_gib, by default 70 % of the "
+            "machine's memory); memory.disk=FOLDER would keep the rest on disk"
         )
     free = space - pinned["disk"]
     if need > free:

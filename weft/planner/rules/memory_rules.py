@@ -69,6 +69,11 @@ def tiers_rule(job: Job, plan: Plan) -> str | None:
             )
     if memory.homes and not offloads:
         return f"memory.homes has no effect with memory.offload={memory.offload}; memory.offload=states would work"
+    given = memory.homes.get("weights", {})
+    if given == "disk" or (isinstance(given, dict) and given.get("disk")):
+        return "memory.homes keeps weights on disk, but weights live on the device or in host memory"
+    if plan.weight_share and (problem := _weights_problem(job, plan)):
+        return problem
     for kind, shares in plan.home_shares.items():
         if shares.get("disk") and (kind == "averages" or not memory.disk):
             what = "averages live on the device or in host memory" if memory.disk else "it needs memory.disk=FOLDER"
@@ -101,5 +106,22 @@ def tiers_rule(job: Job, plan: Plan) -> str | None:
         return (
             f"{setting} keeps states where experts cannot move them, as "
             f"parallel.ep_rebalance={plan.ep_rebalance:g} would; ep_rebalance=0 would work"
+        )
+    return None
+
+
+def _weights_problem(job: Job, plan: Plan) -> str | None:
+    """Why weights cannot live in host memory."""
+    setting = "memory.homes keeps weights" if "weights" in job.memory.homes else f"memory.offload={job.memory.offload}"
+    setting += " in host memory" if "weights" in job.memory.homes else " keeps weights in host memory"
+    if plan.dp_shard > 1:
+        return (
+            f"{setting}, unit by unit, and parallel.dp_shard={plan.dp_shard} gathers them from shards; more ranks in "
+            "dp_shard with zero=3, or parallel.tp or parallel.pp instead of it, would work"
+        )
+    if splits_backward(plan):
+        return (
+            f"{setting} until the backward pass of their block, and parallel.schedule={plan.schedule} splits that pass;"
+            " schedule=1f1b would work"
         )
     return None

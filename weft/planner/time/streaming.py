@@ -35,14 +35,18 @@ class Links:
         return cls(host, read, measured.states_write_gb_s or measured.disk_write_gb_s)
 
 
-def streamed_step_s(step_s: Size, forward_s: Size, host: Size, disk: Size, ahead: Size, links: Links) -> Size:
-    """Seconds of a step that would take `step_s` if its states were on the device.
+def streamed_step_s(
+    step_s: Size, forward_s: Size, host: Size, disk: Size, ahead: Size, links: Links, weights: Size = 0.0
+) -> Size:
+    """Seconds of a step that would take `step_s` if its states and weights were on the device.
 
     `host` and `disk` are the bytes that are copied each way. A piece must be on the device before its unit's forward
     pass: up to `ahead` bytes are there when the step begins, and the rest arrives while the units before it run. In all
-    other time copies run beside the computation, so a step takes at least as long as its copies.
+    other time copies run beside the computation, so a step takes at least as long as its copies. All forward passes of
+    a step fetch `weights` bytes, each unit's while the unit before it runs, and so do all backward passes.
     """
-    copies = (host + disk) / (links.host * 1e9)
-    late = np.maximum(0.0, (host + disk - ahead) / (links.host * 1e9) - forward_s)
+    copies = (host + disk + 2 * weights) / (links.host * 1e9)
+    late = np.maximum(0.0, (np.maximum(0.0, host + disk - ahead) + weights) / (links.host * 1e9) - forward_s)
+    late = late + np.maximum(0.0, weights / (links.host * 1e9) - np.maximum(0.0, step_s - forward_s))
     disks = disk / 1e9 * (1 / links.disk_read + 1 / links.disk_write)
     return np.maximum(np.maximum(step_s + late, copies), disks)
