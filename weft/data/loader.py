@@ -229,19 +229,20 @@ def read_share(
 def val_batches(
     dataset: Dataset, *, global_batch: int, microbatch: int, dp_rank: int, dp_size: int, limit: int
 ) -> Iterator[list[Batch]]:
-    """The held-out samples in their fixed order, at most `limit` global batches of them.
+    """The held-out samples in their fixed order, at most `limit` global batches of them, or so many of each task.
 
     The last global batch is filled up with masked samples (id -1, valid false), so that every rank
     takes part in every collective.
     """
-    shares, length = BatchShares.even(global_batch, microbatch, dp_size), dataset.val_len
+    shares = BatchShares.even(global_batch, microbatch, dp_size)
     share = shares.counts[dp_rank]
-    for batch in range(min(limit, -(-length // global_batch))):
-        ids = batch * global_batch + dp_rank * share + np.arange(share, dtype=np.int64)
-        filler = _void(dataset.val(length - 1)) if ids[-1] >= length else {}
-        samples = [dataset.val(int(i)) if i < length else filler for i in ids]
-        ids = np.where(ids < length, ids, -1)
-        yield [_stack(samples[part], ids[part], padding_of(dataset)) for part in shares.slices(dp_rank)]
+    for start, stop in getattr(dataset, "val_ranges", ((0, dataset.val_len),)):
+        for first in range(start, min(stop, start + limit * global_batch), global_batch):
+            ids = first + dp_rank * share + np.arange(share, dtype=np.int64)
+            filler = _void(dataset.val(stop - 1)) if ids[-1] >= stop else {}
+            samples = [dataset.val(int(i)) if i < stop else filler for i in ids]
+            ids = np.where(ids < stop, ids, -1)
+            yield [_stack(samples[part], ids[part], padding_of(dataset)) for part in shares.slices(dp_rank)]
 
 
 def _void(sample: Sample) -> Sample:

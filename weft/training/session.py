@@ -266,6 +266,8 @@ def open_session(
     _, scaling = peak_lr(job)
     if scaling:
         log.info("%s", scaling)
+    if mixed := getattr(dataset, "summary", ""):
+        log.info("%s", mixed)
     if rates := rates_of(job):
         log.info("%s", describe_rates(rates, job.optim.layer_decay))
     if hook is not None:
