@@ -15,6 +15,7 @@ from weft.data.chat.packed_documents import PackedDocuments
 from weft.data.chat.template import load_template
 from weft.data.corpora import CORPORA, RECORD_CORPORA, encode_corpus, encode_records
 from weft.data.file_array import FileArray
+from weft.data.growing import GrowingDataset, find_shards
 from weft.data.mixture import MixedDataset, SourceShares, TaskDataset, describe_shares
 from weft.data.order import OrderedDataset, SampleOrder
 from weft.data.prepared_files import prepared_store
@@ -55,12 +56,15 @@ def open_dataset(job: Job) -> Dataset:
     """The dataset behind job.data; job.model is resolved."""
     data = job.data
     order = SampleOrder(data.shuffle, data.shuffle_block)
+    if data.buckets:
+        order = SampleOrder("blocks", BUCKET_BATCHES * job.train.global_batch)
+    found: Dataset
     if data.mixture:
-        found = _open_mixture(job, order)
+        found = _open_mixture(job, SampleOrder(data.shuffle, data.shuffle_block))
+    elif data.growing:
+        found = GrowingDataset(data, lambda shard: _open_source(job, shard, data.format), order)
     else:
         found = _open_source(job, data.source, data.format)
-        if data.buckets:
-            order = SampleOrder("blocks", BUCKET_BATCHES * job.train.global_batch)
         found = found if order.kind == "samples" else OrderedDataset(found, order)
     sources = [each.source for each in data.mixture] or [data.source]
     if job.model.is_encoder and not job.model.classes and not any(is_user_dataset(source) for source in sources):
@@ -207,6 +211,8 @@ def open_tokenizer(data: Data) -> Tokenizer:
     """The tokenizer of data.source: a store brings its own, everything else uses data.tokenizer."""
     source = data.mixture[0].source if data.mixture else data.source
     format = (data.mixture[0].format if data.mixture else None) or data.format
+    if data.growing and format is None:
+        source = str(Path(source) / find_shards(data)[0])
     if source in _NAMES or (format and not is_store(Path(source))) or is_user_dataset(source):
         return load_tokenizer(data.tokenizer)
     _check_store_path(source)

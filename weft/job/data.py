@@ -100,6 +100,9 @@ class Data(Section):
     in blocks of 8 global batches (pairs, with shuffle: samples)."""
     label_field: str = "label"
     """Field of a record with its label, a number or a text, of format labels."""
+    growing: bool = False
+    """data.source is a folder that gets new shards: token stores, or files of format text, chat, instruction or pairs.
+    A run reads each sample once, ends when there are no more, and reads only new shards when it is started again."""
     mixture: tuple[MixtureSource, ...] = ()
     """Several sources with weights, instead of data.source."""
     anneal_from: float = Field(1.0, ge=0, le=1)

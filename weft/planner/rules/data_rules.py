@@ -9,6 +9,26 @@ from weft.planner.plan import Plan
 TASK_FIELDS = ("function", "output", "target")
 
 
+def growing_rule(job: Job, plan: Plan) -> str | None:
+    """A growing source has no epochs, and its state is that of one stream of samples."""
+    data = job.data
+    if not data.growing:
+        return None
+    for wrong, what in (
+        (bool(data.mixture), "data.mixture"),
+        (data.images is not None, "data.images"),
+        (data.format == "labels", "data.format=labels"),
+        (job.train.epochs is not None, f"train.epochs={job.train.epochs or 0:g}"),
+        (data.drop_last, "data.drop_last=true"),
+        (job.model.is_encoder, f"model.family={job.model.family}"),
+        (bool(job.model.module) and data.format is None and ":" in data.source, f"data.source={data.source}"),
+        (job.train.sync.mode in ("server", "federated"), f"train.sync={job.train.sync.mode}"),
+    ):
+        if wrong:
+            return f"data.growing=true does not support {what}; leave one of them out"
+    return None
+
+
 def tasks_rule(job: Job, plan: Plan) -> str | None:
     """Tasks have losses of your own module, or weights of the loss of a model of tokens."""
     data, model = job.data, job.model
