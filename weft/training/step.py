@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -134,10 +133,7 @@ class Stepper:
                 figures, targets = self._evaluate(batches, (name, loss))
                 found |= {f"{key}/{name}": value for key, value in figures.items()}
                 total, count = total + figures["val_loss"] * targets * loss.weight, count + targets
-        overall = {"val_loss": total / max(1.0, count)}
-        if "perplexity" in self.job.train.metrics:
-            overall["val_perplexity"] = math.exp(min(overall["val_loss"], 700.0))
-        return overall | found
+        return {"val_loss": total / max(1.0, count), **found}
 
     def _evaluate(
         self, batches: list[Batch], task: tuple[str, NamedLoss] | None = None
