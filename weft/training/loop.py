@@ -103,6 +103,8 @@ def fit(session: Session, signals: Signals) -> Exit:
         "predicted": session.plan.predicted,
         "measured": {"memory_gib": peak_memory_gib(device), "step_time_s": metrics.last.get("step_time_s")},
     }
+    if state.step < steps and not stopped:
+        summary["data_ended"] = True
     if tiers := state.optimizers.tier_report():
         summary["tiers"] = tiers
     session.event("stop" if stopped else "done", **summary, **({"code": int(stopped)} if stopped else {}))
