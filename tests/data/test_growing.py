@@ -38,7 +38,7 @@ class Counted:
         return {"inputs": np.array([self.first + index]), "valid": np.ones((), dtype=np.bool_)}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.data())
 def test_every_sample_is_read_once(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], draw: Any) -> None:
     folder = tmp_path_factory.mktemp("shards")
