@@ -33,7 +33,7 @@ COMBINE: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class Messages:
+class MessageFormat:
     """How tensors are sent while they are summed: as they are, or encoded (compression/encoded_rounds.py)."""
 
     def pack(self, x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class Messages:
         x.copy_(COMBINE[op](x, received))
 
 
-PLAIN = Messages()
+PLAIN = MessageFormat()
 
 
 class RunningRounds:
@@ -92,7 +92,7 @@ def start_round(axis: Axis, sends: list[tuple[int, Tensor]], receives: list[tupl
 
 
 def ring_reduce_scatter(
-    axis: Axis, shards: list[Tensor], op: Op, members: Sequence[int], messages: Messages = PLAIN
+    axis: Axis, shards: list[Tensor], op: Op, members: Sequence[int], messages: MessageFormat = PLAIN
 ) -> Rounds:
     """Member i ends with the whole sum of shards[i]; its other shards hold sums of some members."""
     n, me = len(members), members.index(axis.rank)
@@ -172,7 +172,7 @@ def tree(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
     yield from tree_broadcast(axis, flat, members)
 
 
-def tree_reduce(axis: Axis, flat: Tensor, op: Op, members: Sequence[int], messages: Messages = PLAIN) -> Rounds:
+def tree_reduce(axis: Axis, flat: Tensor, op: Op, members: Sequence[int], messages: MessageFormat = PLAIN) -> Rounds:
     """The first member ends with the sum; the others with sums of some members."""
     n, me, distance = len(members), members.index(axis.rank), 1
     while distance < n:

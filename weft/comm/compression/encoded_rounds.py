@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.algorithms import (
-    Messages,
+    MessageFormat,
     Op,
     Rounds,
     RunningRounds,
@@ -38,7 +38,7 @@ SUM = dist.ReduceOp.SUM
 
 
 @dataclass
-class EncodedMessages(Messages):
+class EncodedMessages(MessageFormat):
     """Messages of parts of one flat tensor, encoded. `missing` becomes what encoding lost of each element."""
 
     axis: Axis
