@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
-transformers.utils.logging.set_verbosity_error()
-transformers.utils.logging.disable_progress_bar()
+from helpers.lazy_module import LazyModule
 
+transformers: Any = LazyModule("transformers")
 VOCAB = 53
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -139,6 +138,8 @@ def save_config(
     kind: str = "AutoModelForCausalLM",
 ) -> Any:
     """Save a random model of a config and return it."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
     cls = getattr(transformers, kind)
     model = (cls.from_config(config) if kind.startswith("Auto") else cls(config)).eval()

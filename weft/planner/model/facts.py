@@ -294,6 +294,8 @@ class ClusterFacts:
     """Host memory for each device."""
     disk_gb_s: Size = 2.0
     device: Device | None = field(default=None)
+    allreduce: str = "auto"
+    """How replicas sum their gradients (comm.allreduce)."""
 
     @property
     def node_size(self) -> Size:
@@ -358,7 +360,10 @@ def cluster_facts(job: Job, world: int, device: Device | None = None, memory_gib
     memory = memory_gib or job.cluster.memory_gib
     made = make_cluster(device, world, per_node, network.gb_s / share, network.latency_us, memory)
     price = job.cluster.price_usd_hour
-    return replace(made, levels=_levels(job, made), price_usd_hour=made.price_usd_hour if price is None else price)
+    return replace(
+        made, levels=_levels(job, made), price_usd_hour=made.price_usd_hour if price is None else price,
+        allreduce=job.comm.allreduce,
+    )  # fmt: skip
 
 
 def _levels(job: Job, made: ClusterFacts) -> tuple[Level, ...]:
