@@ -28,7 +28,8 @@ def open_synthetic(job: Job) -> SyntheticDataset:
     if model.is_stack:
         return Regression(seed, _given(model.dim, "dim"))
     if model.is_classifier:
-        return Images(seed, job.data.seq_len, model.patch_dim, _given(model.vocab, "vocab"))
+        classes = _given(model.vocab, "vocab")
+        return Images(seed, job.data.seq_len, model.patch_dim, classes, bool(model.class_token))
     if model.tables:
         return Interactions(seed, model)
     if model.towers:
@@ -183,12 +184,14 @@ class Captions(SyntheticDataset):
 class Images(SyntheticDataset):
     """Patches of noise added to a pattern of the class."""
 
-    def __init__(self, seed: int, patches: int, patch_dim: int, classes: int) -> None:
+    def __init__(self, seed: int, patches: int, patch_dim: int, classes: int, class_token: bool = False) -> None:
         super().__init__(seed)
+        self._first = int(class_token)
         self._shape = (patches, patch_dim)
         self._patterns = self._random(_TEACHER).standard_normal((classes, patch_dim), dtype=np.float32)
 
     def _sample(self, random: np.random.Generator) -> dict[str, np.ndarray]:
         target = random.integers(0, len(self._patterns), dtype=np.int64)
         inputs = random.standard_normal(self._shape, dtype=np.float32) + self._patterns[target]
+        inputs[: self._first] = 0
         return {"inputs": inputs, "targets": np.asarray(target), "valid": np.ones((), dtype=np.bool_)}

@@ -117,13 +117,17 @@ def _with_pretrained(job: Job, name: str) -> Job:
     if "experts" in given and "experts" in fields:  # such as experts.balance, which only training uses
         fields["experts"] = {**fields["experts"], **given["experts"]}
     kept = {"pretrained": name, "dropout": job.model.dropout or 0.0, "lora": given.get("lora")}
-    if "classes" in given:
+    if "classes" in given and fields["family"] == "vit":
+        kept["vocab"] = given["classes"]
+    elif "classes" in given:
         kept |= {"classes": given["classes"], "tied": False}
     model = Model.model_validate(fields | kept)
     data = job.data
     if "tokenizer" not in data.model_fields_set:
         tokenizer = find_object("weft.pretrained.config:tokenizer_path", "model.pretrained")(name)
         data = data.model_copy(update={"tokenizer": tokenizer or data.tokenizer})
+    if model.is_classifier and "seq_len" not in data.model_fields_set:
+        data = data.model_copy(update={"seq_len": model.max_len})
     return job.model_copy(update={"model": model, "data": data})
 
 
@@ -197,7 +201,7 @@ def _fill_transformer(fields: dict[str, Any], data: Data) -> None:
         if (width := dict(latent).get("v_dim", 128)) > fields["head_dim"]:
             raise JobError(f"model.latent.v_dim={width} is larger than model.head_dim={fields['head_dim']}")
     if "ffn" not in fields:
-        plain = fields["activation"] in ("gelu", "relu") or structure == "encoder"
+        plain = fields["activation"] in ("gelu", "quick_gelu", "relu", "silu") or structure == "encoder"
         fields["ffn"] = 4 * dim if plain else -(-8 * dim // (3 * 64)) * 64
     if structure == "encoder_decoder":
         _fill_encoder_decoder(fields)
@@ -206,6 +210,8 @@ def _fill_transformer(fields: dict[str, Any], data: Data) -> None:
         fields["experts"] = {"ffn": fields["ffn"], **usual, **fields["experts"]}
     if structure == "classifier":
         fields.setdefault("vocab", 10)
+    elif used := next((name for name in ("class_token", "image") if fields.get(name)), None):
+        raise JobError(f"model.{used} is for model.family=vit, and it is {fields['family']}; leave it out")
     if fields.get("classes") is not None:
         if structure != "encoder":
             raise JobError(f"model.classes are labels of bert, and model.family is {fields['family']}; leave it out")

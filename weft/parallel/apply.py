@@ -198,8 +198,9 @@ def compressor_of(
 
     names = frozenset(n for n, p in params.items() if is_compressed(setting, p.shape) and apart(n, p))
     return Compressor(
-        setting, axis, across, worker, mesh.device, seed=seed, names=names, warmup=plan.compression_warmup
-    )
+        setting, axis, across, worker, mesh.device, seed=seed, names=names, warmup=plan.compression_warmup,
+        allreduce=plan.allreduce, per_node=ranks_of_a_node(plan),
+    )  # fmt: skip
 
 
 MAX_VARIANTS = 64
