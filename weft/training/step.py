@@ -159,9 +159,11 @@ class Stepper:
         axis = self.mesh.everyone
         if axis is None:
             return rows.cpu()
-        sizes = axis.all_gather(torch.tensor([len(rows)], device=rows.device), 0).tolist()
-        padded = rows.new_zeros(max(sizes), rows.shape[1])
-        padded[: len(rows)] = rows
+        shapes = axis.all_gather(torch.tensor([[len(rows), rows.shape[1]]], device=rows.device), 0).tolist()
+        sizes = [size for size, _ in shapes]
+        padded = rows.new_zeros(max(sizes), max(width for size, width in shapes if size) if any(sizes) else 0)
+        if len(rows):
+            padded[: len(rows)] = rows
         gathered = axis.all_gather(padded, 0).cpu().split(max(sizes))
         return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
 
