@@ -57,7 +57,8 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
         "axolotl",
         {
             "model.pretrained": "NousResearch/Llama-3.2-1B", "train.global_batch": 32, "optim.lr": 2e-4,
-            "optim.schedule": "cosine", "optim.warmup": 0.1, "data.mask_documents": True, "model.lora.rank": 16,
+            "optim.schedule": "cosine", "optim.warmup": 0.1, "data.packing": True, "model.lora.rank": 16,
+            "data.format": "instruction", "memory.states": "8bit",
             "model.lora.targets": ("gate", "down"),
         },
     ),
@@ -185,6 +186,27 @@ def test_tables_name_job_fields(source: Any) -> None:
             with suppress(JobError):
                 found = apply_table(source, Settings({key.replace("*", "x"): value}), "file", "name", 1)
                 assert not [s.note for s in found.settings if "unknown key" in s.note], key
+
+
+def test_several_sources_become_a_mixture(tmp_path: Path) -> None:
+    file = tmp_path / "sft.yaml"
+    file.write_text(
+        "base_model: m\nsample_packing: true\ntrain_on_inputs: true\ndatasets:\n"
+        "  - {path: a.jsonl, type: chat_template}\n  - {path: hub/b, type: alpaca, data_files: b.jsonl}\n"
+    )
+    data = convert(str(file)).job.data
+    assert [(s.source, s.format) for s in data.mixture] == [("a.jsonl", "chat"), ("b.jsonl", "instruction")]
+    assert not data.answers_only and data.packing and not data.mask_documents
+    file.write_text("base_model: m\nsample_packing: true\ndatasets: [{path: c.jsonl, type: completion}]\n")
+    data = convert(str(file)).job.data
+    assert (data.source, data.format, data.mask_documents) == ("c.jsonl", "text", True)
+
+
+def test_two_kinds_of_offload_are_one_field(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    both = {"zero_optimization": {"cpu_offload": True}, "activation_checkpointing": {"cpu_checkpointing": True}}
+    file.write_text(json.dumps(both), encoding="utf-8")
+    assert convert(str(file)).job.memory.offload == "all"
 
 
 def test_a_value_that_weft_refuses_is_reported(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from weft.convert import training_arguments
+from weft.convert import fine_tuning_data, training_arguments
 from weft.convert.accelerate import FSDP_TABLE, has_keys, read
 from weft.convert.conversion import SourceFormat
 from weft.convert.settings import (
@@ -23,7 +23,7 @@ from weft.convert.settings import (
     with_prefix,
 )
 
-DATA = absent("build a token store by weft data build and set data.source to its folder")
+DATA = absent("set data.source to the dataset's files and data.format to what they hold")
 LORA = absent("adapters have rank, alpha, dropout and targets (model.lora)")
 KERNELS = unneeded("Weft has fused kernels of its own")
 PER_EPOCH = absent("evaluations and checkpoints count steps; set train.eval_every and checkpoint.every")
@@ -71,14 +71,11 @@ TABLE: dict[str, Rule] = {
     "load_in_8bit": absent("weights are not quantized in training"),
     "load_in_4bit": absent("weights are not quantized in training"),
     "strict": unneeded("a job never has keys that Weft does not know"),
-    "datasets*": DATA,
+    **fine_tuning_data.AXOLOTL,
     "test_datasets*": DATA,
     "pretraining_dataset*": DATA,
     "dataset_*": DATA,
     "shuffle_*": unneeded("the order of samples depends on train.seed"),
-    "chat_template*": absent("write it to data.template with data.format=chat"),
-    "train_on_inputs": absent("data.answers_only, with data.format=chat or instruction"),
-    "roles_to_train": absent("data.answers_only, with data.format=chat"),
     "special_tokens*": absent("the tokens are those of the tokenizer"),
     "tokens": absent("the tokens are those of the tokenizer"),
     "val_set_size": to("data.val_fraction"),
@@ -91,9 +88,8 @@ TABLE: dict[str, Rule] = {
     "qlora_*": LORA,
     "relora*": LORA,
     "loraplus_*": LORA,
-    "unfrozen_parameters": absent("freezing layers is not a job field"),
+    "unfrozen_parameters": absent("model.frozen is for modules of your own"),
     "sequence_len": to("data.seq_len"),
-    "sample_packing": switch({"data.mask_documents": True}, note="documents are packed and masked"),
     "sample_packing_*": unneeded("documents are packed"),
     "eval_sample_packing": unneeded("evaluation reads the same windows"),
     "eval_sequence_len": absent("evaluation has the sequence length of training"),
@@ -180,6 +176,6 @@ AXOLOTL = SourceFormat(
     defaults=lambda settings: {**training_arguments.DEFAULTS, "optim.schedule": ("cosine", "the default of axolotl")},
     missing={
         "model": "no base_model; add model=hf:PATH",
-        "data.source": "add data.source=FOLDER, a token store made by weft data build",
+        "data.source": "add data.source=PATH, a file of data.format or a token store made by weft data build",
     },
 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from weft.job.errors import JobError
 from weft.job.load import apply_overrides, parse_job
 from weft.job.schema import Job
 
+COMBINED: dict[tuple[str, frozenset[Any]], Any] = {("memory.offload", frozenset({"states", "activations"})): "all"}
+"""Job fields of which one value holds what two settings say."""
 UNKNOWN = Result(note="not in the table", status="unknown")
 
 
@@ -107,6 +109,7 @@ def apply_table(
         rule = find_rule(source.table, key)
         result = UNKNOWN if rule is None else _apply(rule, value, settings, f"{file}: {key}")
         notes = [result.note] if result.note else []
+        result = _combined(result, given)
         for job_field, new in result.job.items():
             if job_field in given and given[job_field][1] != new:
                 notes.append(f"replaces {_text(given[job_field][1])} of {given[job_field][0]}")
@@ -137,6 +140,17 @@ def apply_table(
             "the number of ranks: batches are per device here, and train.global_batch is that of one; give --nproc"
         )
     return Conversion(file, source, tuple(found), tuple(missing), parse_job(raw))
+
+
+def _combined(result: Result, given: Mapping[str, tuple[str, Any]]) -> Result:
+    """The result, with values that also say what an earlier setting said."""
+    job = {
+        name: COMBINED.get((name, frozenset({value, given[name][1]})), value)
+        if name in given and not isinstance(value, list | dict)
+        else value
+        for name, value in result.job.items()
+    }
+    return replace(result, job=job)
 
 
 def _apply(rule: Rule, value: Any, settings: Settings, where: str) -> Result:

@@ -36,15 +36,16 @@ ZERO_STAGES: dict[str, dict[str, Any] | str] = {
 OFFLOAD_STATES: dict[str, dict[str, Any] | str] = {
     "none": {}, "cpu": {"memory.offload": "states"}, "nvme": {"memory.offload": "states"},
 }  # fmt: skip
+OWN_OPTIMIZER = "Weft has adamw, sgd, adafactor, muon, lars and lamb; others register by a job's extensions"
 OPTIMIZERS: dict[str, dict[str, Any] | str] = {
     "adam": {"optim.name": "adamw"}, "adamw": {"optim.name": "adamw"}, "fusedadam": {"optim.name": "adamw"},
     "deepspeedcpuadam": {"optim.name": "adamw", "memory.offload": "states"}, "sgd": {"optim.name": "sgd"},
     "adafactor": {"optim.name": "adafactor"}, "muon": {"optim.name": "muon"},
     "onebitadam": {"optim.name": "adamw", "comm.compression": "onebit"},
     "zerooneadam": {"optim.name": "adamw", "comm.compression": "onebit"},
-    "lamb": "Weft has adamw, sgd, adafactor and muon", "onebitlamb": "Weft has adamw, sgd, adafactor and muon",
-    "lion": "Weft has adamw, sgd, adafactor and muon; others register by a job's extensions",
-    "adagrad": "Weft has adamw, sgd, adafactor and muon; others register by a job's extensions",
+    "lamb": {"optim.name": "lamb"}, "fusedlamb": {"optim.name": "lamb"},
+    "onebitlamb": {"optim.name": "lamb", "comm.compression": "onebit"},
+    "lion": OWN_OPTIMIZER, "adagrad": OWN_OPTIMIZER,
 }  # fmt: skip
 SCHEDULERS: dict[str, dict[str, Any] | str] = {
     "warmuplr": {"optim.schedule": "constant"},

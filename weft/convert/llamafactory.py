@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from weft.convert import training_arguments
+from weft.convert import fine_tuning_data, training_arguments
 from weft.convert.accelerate import has_keys, read
 from weft.convert.conversion import SourceFormat
 from weft.convert.settings import Result, Rule, Settings, absent, choice, partly, switch, to, unneeded
 
-DATA = absent("build a token store by weft data build and set data.source to its folder")
+DATA = absent("set data.source to the dataset's file, and data.format to instruction (alpaca) or chat (sharegpt)")
 LORA = absent("adapters have rank, alpha, dropout and targets (model.lora)")
 PREFERENCES = absent("preference training is not in Weft")
 
@@ -49,7 +49,7 @@ TABLE: dict[str, Rule] = {
     "stage": choice(
         {
             "pt": {},
-            "sft": "loss on answers only is not a job field here; the job trains on all tokens",
+            "sft": {"data.answers_only": True},
             "rm": "reward models are not in Weft",
             "ppo": "reinforcement learning is not in Weft",
             "dpo": "preference training is not in Weft",
@@ -64,7 +64,7 @@ TABLE: dict[str, Rule] = {
     "use_dora": LORA,
     "use_rslora": LORA,
     "pissa_*": LORA,
-    "freeze_*": absent("freezing layers is not a job field"),
+    "freeze_*": absent("model.frozen is for modules of your own"),
     "pref_*": PREFERENCES,
     "dpo_*": PREFERENCES,
     "kto_*": PREFERENCES,
@@ -84,23 +84,25 @@ TABLE: dict[str, Rule] = {
     "eval_dataset": DATA,
     "media_dir": DATA,
     "tokenized_path": DATA,
-    "template": absent("chat templates are not a job field; weft data build takes text"),
+    "template": unneeded(fine_tuning_data.OWN_TEMPLATE),
     "cutoff_len": to("data.seq_len"),
     "max_samples": absent("train.steps × train.global_batch samples are read"),
     "val_size": to("data.val_fraction"),
-    "packing": unneeded("documents are packed"),
-    "neat_packing": switch({"data.mask_documents": True}),
-    "train_on_prompt": unneeded("the job trains on all tokens"),
-    "mask_history": absent("loss on parts of a chat is not a job field"),
+    "packing": fine_tuning_data.PACKING,
+    "neat_packing": partly(
+        switch({"data.packing": True}), "no attention between packed conversations; of text, data.mask_documents"
+    ),
+    "train_on_prompt": fine_tuning_data.ANSWERS_ONLY,
+    "mask_history": absent("every answer of a conversation is trained on"),
     "streaming": unneeded("token stores are read from disk as needed"),
     "buffer_size": unneeded("samples are shuffled over the whole store"),
-    "mix_strategy": absent("one data source a job"),
-    "interleave_probs": absent("one data source a job"),
+    "mix_strategy": absent("data.mixture has sources with weights"),
+    "interleave_probs": absent("data.mixture has sources with weights"),
     "preprocessing_*": unneeded("weft data build uses all cores"),
     "overwrite_cache": unneeded("weft data build writes a new store"),
     "ignore_pad_token_for_loss": unneeded("padding has no loss"),
     "dataloader_num_workers": training_arguments.DATA_LOADER,
-    "compute_accuracy": absent("evaluation keeps only the loss"),
+    "compute_accuracy": switch({"train.metrics": ["accuracy"]}),
     "predict_with_generate": absent("weft generate RUN writes texts"),
     "use_swanlab": absent("trackers are tensorboard, wandb, mlflow and trackio"),
     "swanlab_*": absent("trackers are tensorboard, wandb, mlflow and trackio"),
@@ -120,6 +122,6 @@ LLAMAFACTORY = SourceFormat(
     defaults=lambda settings: {**training_arguments.DEFAULTS, "data.seq_len": (2048, "the default of cutoff_len")},
     missing={
         "model": "no model_name_or_path; add model=hf:PATH",
-        "data.source": "add data.source=FOLDER, a token store made by weft data build",
+        "data.source": "add data.source=PATH, a file of data.format or a token store made by weft data build",
     },
 )  # fmt: skip

@@ -25,10 +25,12 @@ OPTIMIZERS: dict[str, dict[str, Any] | str] = {
         name: {"optim.name": "adamw"}
         for name in ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_anyprecision")
     },
-    **dict.fromkeys(
-        ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adamw_torch_8bit", "ademamix"),
-        "Weft's states are fp32; optim.name=adamw with memory.offload=states moves them to host memory",
-    ),
+    **{
+        name: {"optim.name": "adamw", "memory.states": "8bit"}
+        for name in ("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit")
+    },
+    "paged_adamw_32bit": {"optim.name": "adamw", "memory.offload": "auto"},
+    "paged_adamw_8bit": {"optim.name": "adamw", "memory.offload": "auto", "memory.states": "8bit"},
     "sgd": {"optim.name": "sgd"},
     "adafactor": {"optim.name": "adafactor"},
     "muon": {"optim.name": "muon"},
@@ -133,7 +135,7 @@ def adapters(rank: str) -> Rule:
         if value in ("lora", "qlora"):
             note = "weights are not quantized in training" if value == "qlora" else ""
             return Result({"model.lora.rank": settings.number(rank, default=8)}, note, "partly" if note else "mapped")
-        return choice({"full": {}, "none": {}, "freeze": "freezing layers is not a job field",
+        return choice({"full": {}, "none": {}, "freeze": "model.frozen is for modules of your own",
                        "oft": "adapters are LoRA", "llama-adapter": "adapters are LoRA"})(value, settings)  # fmt: skip
 
     return rule

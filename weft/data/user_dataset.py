@@ -74,7 +74,7 @@ class UserDataset:
         self._rows = {key: (table.name, table.rows) for table in model.tables for key in table.keys}
         """By key of a sample with ids: the table and its number of rows."""
         self._patch_dim = model.patch_dim if model.is_classifier else None
-        self._patch = (model.patch or 4, model.channels or 3)
+        self._model = model
         self.train_len = self._length("train_len", least=1)
         self.val_len = self._length("val_len", least=0)
         for name in ("train", "val"):
@@ -187,10 +187,10 @@ class UserDataset:
 
     def _patches(self, inputs: np.ndarray, where: str) -> np.ndarray:
         """The patches of an image; patches stay as they are."""
-        patch, channels = self._patch
+        patch, channels = self._model.patch or 4, self._model.channels or 3
         if inputs.ndim == 3:
             try:
-                return image_patches(inputs, patch, channels)
+                return image_patches(inputs, self._model)
             except ValueError as error:
                 raise self._refuse(f"gave an image for {where} that {error}") from None
         if inputs.ndim != 2 or inputs.shape[-1] != self._patch_dim:
@@ -198,7 +198,7 @@ class UserDataset:
                 f"gave inputs of shape {list(inputs.shape)} for {where}; the model takes [{channels}, height, width], "
                 f"or [patches, {self._patch_dim}] with model.patch={patch} and model.channels={channels}"
             )
-        return inputs
+        return _with_token_row(inputs) if self._model.class_token and len(inputs) + 1 == self._model.max_len else inputs
 
     def _check_range(self, values: np.ndarray, key: str, sample: str) -> None:
         """Refuse integers outside the vocabulary, which would train the wrong thing or index out of bounds."""
@@ -220,15 +220,27 @@ class UserDataset:
         return JobError(f"data.source {self._source}: the {type(self._inner).__name__} it returned {what}")
 
 
-def image_patches(image: np.ndarray, patch: int, channels: int) -> np.ndarray:
-    """The patches of an image [channels, height, width], row by row, each flattened: [patches, values]."""
+def image_patches(image: np.ndarray, model: Model) -> np.ndarray:
+    """The patches of an image [channels, height, width], row by row, each flattened: [patches, values]. With a class
+    token, the first row is zeros."""
     depth, height, width = image.shape
+    patch, channels = model.patch or 4, model.channels or 3
     if depth != channels:
         raise ValueError(f"has {depth} channels where model.channels={channels}; write model.channels={depth}")
+    if model.image is not None:
+        if (height, width) != model.image:
+            raise ValueError(f"has {height} × {width} pixels, and the model takes {model.image[0]} × {model.image[1]}")
+        height, width = height // patch * patch, width // patch * patch
+        image = image[:, :height, :width]
     if height % patch or width % patch:
         raise ValueError(f"has {height} × {width} pixels, which patches of model.patch={patch} do not divide")
     rows = image.reshape(depth, height // patch, patch, width // patch, patch).transpose(1, 3, 0, 2, 4)
-    return np.ascontiguousarray(rows.reshape(-1, depth * patch * patch))
+    patches = np.ascontiguousarray(rows.reshape(-1, depth * patch * patch))
+    return _with_token_row(patches) if model.class_token else patches
+
+
+def _with_token_row(patches: np.ndarray) -> np.ndarray:
+    return np.concatenate((np.zeros_like(patches[:1]), patches))
 
 
 def _has_parameter(function: Callable[..., Any], name: str) -> bool:

@@ -367,6 +367,8 @@ def _microbatch(job: Job, plan: Plan) -> Plan:
     pinned = job.parallel.microbatches if job.parallel != "auto" else "auto"
     if (given := job.train.accumulation if pinned == "auto" else pinned) != "auto":
         return replace(plan, microbatch=share // given, accumulation=given)
+    if job.model.loss == "contrastive":  # samples are compared within a microbatch
+        return replace(plan, microbatch=share, accumulation=1)
     if plan.pp > 1:
         filled = [d for d in divisors(share) if d >= MICROBATCHES_OF_A_STAGE * plan.pp]
         return replace(plan, microbatch=share // min(filled, default=share), accumulation=min(filled, default=share))

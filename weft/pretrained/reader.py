@@ -105,9 +105,11 @@ class PretrainedWeights:
     def __init__(self, name: str, model: Model):
         self.folder, self.model = find_folder(name), model.model_copy(update={"lora": None})
         config = read_json(self.folder / CONFIG)
-        written_by, _ = read_fields(config, str(self.folder / CONFIG))
+        written_by, fields = read_fields(config, str(self.folder / CONFIG))
         self.family = family_of(written_by.kind, labels=bool(model.classes))
         self.may_lack = self.family.fresh if self.family.architecture not in config.get("architectures", ()) else ()
+        self.new_labels = model.is_classifier and fields.get("vocab") != model.vocab
+        """Whether the head has other labels than the files."""
         quantization = config.get("quantization_config") or {}
         self.blocks: list[int] = quantization.get("weight_block_size", [])
         self.mxfp4 = quantization.get("quant_method") == "mxfp4"
@@ -159,8 +161,10 @@ class PretrainedWeights:
                 self.packed.add(tensor.name)
                 self.where[tensor.name] = self.where.pop(tensor.name + BLOCKS)
                 need = both[0] if shapes.get(tensor.name + SCALES) == both[1] else None
-            if tensor.name not in self.where:
-                if all(any(fnmatchcase(part.name, p) for p in self.may_lack) for part in tensor.parts):
+            if tensor.name not in self.where or (self.new_labels and tensor.parts[0].name.startswith("head.")):
+                if self.new_labels or all(
+                    any(fnmatchcase(part.name, p) for p in self.may_lack) for part in tensor.parts
+                ):
                     self.fresh |= {part.name for part in tensor.parts}
                     self.tensors.remove(tensor)
                     continue
@@ -292,8 +296,8 @@ def _head_name(names: Mapping[str, Any]) -> str:
 
 def from_hf(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A published checkpoint as a module of one process: tokens [batch, seq] → logits [batch, seq, vocab], or
-    [batch, labels] for sequence classification. An encoder also takes `types`, and `features=True` gives its last
-    hidden states.
+    [batch, labels] for sequence classification; of a ViT, images [batch, colours, height, width] → [batch, labels]. An
+    encoder also takes `types`, and `features=True` gives its last hidden states.
 
     `name` is a folder in the format of Hugging Face, or a name in the local hub cache.
     """

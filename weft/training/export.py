@@ -138,9 +138,11 @@ def export_run(run: RunDir, found: SavedCheckpoint, to: str, out: Path, options:
         return export_file(found, to, out, options)
     _check_folder(out)
     job = saved_job(found)
-    if job.model.module or not (job.model.takes_tokens if to == "hf" else job.model.is_decoder):
+    written = job.model.takes_tokens or job.model.is_classifier if to == "hf" else job.model.is_decoder
+    if job.model.module or not written:
         what = job.model.module or f"model.family={job.model.family}"
-        raise JobError(f"--to {to} writes language models, and this run trains {what}; --to safetensors would work")
+        kinds = "language models and vit" if to == "hf" else "language models"
+        raise JobError(f"--to {to} writes {kinds}, and this run trains {what}; --to safetensors would work")
     if to in WRITERS:
         return _export_foreign(run, job, found, to, out, options)
     return (_export_hf if to == "hf" else _export_peft)(run, job, found, out, options)

@@ -15,12 +15,16 @@ from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
 from weft.planner import make_plan
 from weft.planner.rules.layout_syntax import ranks
+from weft.verify.dryrun import dryrun
 from weft.verify.prove import with_layout
 
 SMALL = "comm.bucket_mb=0.004"  # several buckets under way at once
 
 
 def job_of(setting: str, *more: str) -> Job:
+    """A job with a compression, and after a space an algorithm of the all-reduce."""
+    setting, _, by = setting.partition(" ")
+    more = (f"comm.allreduce={by}", *more) if by else more
     return parity.make_job(SMALL, f"comm.compression={setting}", "comm.compression_warmup=0", *more)
 
 
@@ -44,7 +48,8 @@ OWING = [
     ("int4", "dp_shard=4"), ("topk:0.1", "dp_replicate=2 dp_shard=2"), ("onebit", "dp_replicate=4"),
     ("powersgd:1", "dp_replicate=2 dp_shard=2"), ("powersgd:1", "dp_replicate=2 tp=2"),
     ("threshold:2", "dp_shard=2 tp=2"), ("onebit", "dp_replicate=2 dp_shard=2 zero=1"), ("int4", "pp2 zbv dp_shard=2"),
-    ("topk:0.1", "cp2 dp_replicate=2"), ("int4", "cp2"),
+    ("topk:0.1", "cp2 dp_replicate=2"), ("int4", "cp2"), ("int4 ring", "dp_replicate=2 tp=2"),
+    ("onebit tree", "dp_replicate=4"),
 ]  # fmt: skip
 
 
@@ -63,7 +68,9 @@ def test_residual_and_sent_gradient_add_up(
 @pytest.mark.parametrize(
     ("setting", "layout", "most"),
     [("fp16", "dp_shard=4", 2e-3), ("bf16", "dp_replicate=2 dp_shard=2", 1e-2), ("int8", "dp_shard=4", 3e-2),
-     ("int8", "dp_replicate=2 dp_shard=2", 4e-2), ("int8", "dp_replicate=4", 3e-2)],
+     ("int8", "dp_replicate=2 dp_shard=2", 4e-2), ("int8", "dp_replicate=4", 3e-2),
+     ("fp16 ring", "dp_replicate=4", 2e-3), ("bf16 tree", "dp_replicate=2 pp2", 1e-2),
+     ("int8 hierarchical", "dp_replicate=2 cp2", 4e-2)],
 )  # fmt: skip
 def test_rounded_gradients_are_close(
     pool: RankPool, reference: dict[str, torch.Tensor], setting: str, layout: str, most: float
@@ -75,8 +82,9 @@ def test_rounded_gradients_are_close(
 
 @pytest.mark.parametrize(
     ("setting", "layout"),
-    [("int4", "dp_replicate=2 dp_shard=2"), ("powersgd:1", "dp_replicate=2"), ("topk:0.1", "dp_shard=2 tp=2")],
-)
+    [("int4", "dp_replicate=2 dp_shard=2"), ("powersgd:1", "dp_replicate=2"), ("topk:0.1", "dp_shard=2 tp=2"),
+     ("int4 ring", "dp_replicate=2")],
+)  # fmt: skip
 def test_runs_resume_exactly_and_residuals_move_to_other_layouts(
     pool: RankPool, tmp_path: Path, setting: str, layout: str
 ) -> None:
@@ -88,7 +96,9 @@ def test_runs_resume_exactly_and_residuals_move_to_other_layouts(
     residual = resumed[0]["residual_after"][-1]
     assert any(value.count_nonzero() for value in residual.values())
     for other in ("dp_shard=4", "dp_replicate=2 tp=2") if setting == "int4" else ("dp_shard=3",):
-        job = job if other != "dp_shard=3" else job_of(setting, "train.global_batch=6", "train.accumulation=1")
+        job = (
+            job if other != "dp_shard=3" else job_of(setting.split()[0], "train.global_batch=6", "train.accumulation=1")
+        )
         moved = go(pool, job, other, 0, str(tmp_path / "run"))[0]["opened"]
         assert moved.keys() == residual.keys()
         assert all(torch.allclose(moved[n], residual[n], rtol=1e-5, atol=1e-6) for n in residual)
@@ -146,10 +156,26 @@ def test_plan_accounts_for_compression() -> None:
     assert times == sorted(times, reverse=True) and times[0] > times[-1]
 
 
-def test_allreduce_algorithm_with_compression_is_refused() -> None:
-    with pytest.raises(JobError) as error:
-        make_plan(with_layout(job_of("int8", "comm.allreduce=ring"), {"dp_replicate": 2}))
-    assert str(error.value) == (
-        "comm.allreduce=ring sums uncompressed gradients, and comm.compression=int8 compresses them; "
-        "allreduce=auto would work"
-    )
+def test_allreduce_by_messages_refuses_what_it_cannot_add() -> None:
+    for setting in ("topk:0.01", "threshold:3", "powersgd:4", "adaptive"):
+        with pytest.raises(JobError) as error:
+            make_plan(with_layout(job_of(f"{setting} ring"), {"dp_replicate": 2}))
+        assert str(error.value) == (
+            f"comm.allreduce=ring adds up gradients from rank to rank, and comm.compression={setting} does not send "
+            "every number in each message; allreduce=auto or compression=int8 would work"
+        )
+
+
+@pytest.mark.parametrize("setting", ["none ring", "fp16 ring", "int8 tree", "int4 hierarchical"])
+def test_planned_bytes_of_messages_are_those_of_a_step(setting: str) -> None:
+    """A dry run of a rank in the middle sends what the plan states, up to the padding of blocks."""
+    wide = {"dim": 128, "ffn": 512, "layers": 2, "vocab": 512}
+    job = parity.make_job(model=wide, comm={"compression": setting.split()[0], "allreduce": setting.split()[1]})
+    job = parse_job({
+        **with_layout(job, {"dp_replicate": 4}).model_dump(mode="json"),
+        "cluster": {"device": "cpu", "nodes": 2, "devices_per_node": 2},
+    })  # fmt: skip
+    found = {(c.axis, c.kind): c for c in dryrun(*make_plan(job), 2).collectives}
+    for kind in ("send", "recv"):
+        one = found["dp_replicate", kind]
+        assert one.calls > 0 and abs(one.estimated_bytes / one.bytes - 1) < 0.03, one

@@ -78,7 +78,11 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
                 _shards(plain, routed, held, out["ep_shard"], rest, out["dp_replicate"], at)
         else:
             if (copies := plan.dp_replicate * plan.cp) > 1:
-                out[joint].update(replica_bytes(plan, [p for p in others if p.weight.trained], copies, at))
+                trained, place = (
+                    [p for p in others if p.weight.trained],
+                    coords["dp_replicate"] * plan.cp + coords["cp"],
+                )
+                out[joint].update(replica_bytes(plan, trained, copies, place, at))
             if plan.dp_replicate * rest > 1:
                 out["expert_replicate"]["all_reduce"] += FP32_BYTES * sum(
                     -(-p.whole // GRADIENT_ALIGNMENT) * GRADIENT_ALIGNMENT for p in routed if p.weight.trained
