@@ -1,6 +1,6 @@
 """BLEU of English-German messages: the recipe `translation` on two ranks beside a plain PyTorch loop in one process.
 
-    python bench/translation.py [--steps 800] [--language de] [--texts 200] [--beams 4]
+    python bench/translation.py [--steps 600] [--language de] [--texts 200] [--beams 4]
 
 The corpus are the message catalogs (.mo) of this machine's programs, such as those of GNU and git in Debian, which hold
 a text and its translation. Both rows train the same model from the same weights on the same batches; the plain
@@ -36,9 +36,9 @@ from weft.training.export import load_model, saved_job
 from weft.training.generate import translate_texts
 
 CATALOGS = ("/usr/share/locale/{}/LC_MESSAGES", "/usr/share/vim/vim90/lang/{}/LC_MESSAGES")
-LONGEST = 60
+LONGEST = 32
 """Letters of a message."""
-VOCAB = 2000
+VOCAB = 1500
 
 
 def messages(language: str) -> list[tuple[str, str]]:
@@ -77,7 +77,7 @@ def bleu(model: EncoderDecoder, job: Job, folder: Path, count: int, beams: int) 
     sources, references = zip(*(line.split("\t") for line in lines), strict=True)
     tokenizer = open_tokenizer(job.data)
     found = dict(
-        translate_texts(model, tokenizer, sources, 40, beams=beams, longest=job.data.seq_len,
+        translate_texts(model, tokenizer, sources, 24, beams=beams, longest=job.data.seq_len,
                         ends=frozenset([tokenizer.eos]), picks=[lambda logits: int(logits.argmax())] * count)
     )  # fmt: skip
     for i in range(3):
@@ -114,7 +114,7 @@ def plain(job: Job) -> EncoderDecoder:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--language", default="de")
     parser.add_argument("--texts", type=int, default=200)
     parser.add_argument("--beams", type=int, default=4)

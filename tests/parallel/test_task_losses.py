@@ -19,8 +19,8 @@ from weft.job.schema import Job
 from weft.job.shapes import resolve
 from weft.launch.rank_pool import RankPool
 from weft.models.build_model import build_model, loss_sum
-from weft.models.task_losses import TaskLosses
 from weft.models.transformer import Transformer
+from weft.models.user.task_losses import TaskLosses
 from weft.planner import make_plan
 from weft.planner.rules.layout_syntax import ranks
 from weft.verify.prove import with_layout

@@ -13,9 +13,9 @@ from weft.job.registry import find_object
 from weft.job.schema import Model
 from weft.models.encoder_decoder import EncoderDecoder, shifted_right
 from weft.models.lora import add_adapters
-from weft.models.task_losses import TaskLosses
 from weft.models.transformer import Head
 from weft.models.user.module import build_user_module, user_loss_sum
+from weft.models.user.task_losses import TaskLosses
 
 
 def build_model(model: Model, seed: int = 0) -> nn.Module:

@@ -14,10 +14,10 @@ from weft.job.model_parts.named_loss import NamedLoss
 from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.models.build_model import logits, loss_sum
-from weft.models.task_losses import TaskLosses, task_samples
 from weft.models.user.eval_metrics import EvalMetrics
 from weft.models.user.module import call_module, passes_on, sample_axes, without_padding
 from weft.models.user.named_losses import losses_of, task_loss
+from weft.models.user.task_losses import TaskLosses, task_samples
 from weft.optim.clip import grad_norm
 from weft.optim.schedule import learning_rate
 from weft.parallel.context.sequence_split import SequenceSplit

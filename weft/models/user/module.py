@@ -15,9 +15,9 @@ from weft.comm.axis import Axis
 from weft.job.errors import JobError
 from weft.job.registry import find_object, listed
 from weft.job.schema import Model
-from weft.models.task_losses import TaskLosses
 from weft.models.user.named_losses import Batch, losses_of, sample_numbers, task_loss_sum
 from weft.models.user.sample_tree import TARGET_NAMES, unflatten
+from weft.models.user.task_losses import TaskLosses
 from weft.models.vision.batch_norm import use_global_batch_norms
 
 

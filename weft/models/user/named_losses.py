@@ -14,9 +14,9 @@ from weft.job.errors import JobError
 from weft.job.model_parts.named_loss import NamedLoss
 from weft.job.registry import find_object, listed
 from weft.job.schema import Model
-from weft.models.task_losses import TaskLosses
 from weft.models.user.contrastive import contrastive_losses
 from weft.models.user.sample_tree import unflatten
+from weft.models.user.task_losses import TaskLosses
 
 Batch = dict[str, Tensor]
 
