@@ -108,7 +108,7 @@ def test_token_stores_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     alone = open_dataset(resolve(job_of(stores / "0", growing=False)))
     assert found.train_len == 2 * alone.train_len
     assert open_tokenizer(job_of(stores).data).vocab == resolve(job_of(stores)).model.vocab
-    assert open_dataset(resolve(job_of(files, format="text"))).val_len == 2 * 4
+    assert open_dataset(resolve(job_of(files, format="text"))).val_len == 2 * 5
     for field, value, text_ in (("drop_last", True, "data.drop_last=true"), ("format", "labels", "data.format=labels")):
         with pytest.raises(JobError, match=f"data.growing=true does not support {text_}"):
             make_plan(job_of(files, **{field: value}))
