@@ -55,6 +55,10 @@ def parallelize(
     A model on the meta device gets its initial weights from `seed`; one with values keeps rank 0's. Set
     `bare_gradients` if the optimizer reads `grad_params`: gradients that are not summed then stay where they are.
     """
+    if plan.sync == "predict" and not bare_gradients:
+        raise JobError(
+            "train.sync=predict is for weft train: a loop of your own needs the sum of each step; use sync=step"
+        )
     pp = mesh.axis("pp")
     worker = None
     if (axis := mesh.axis(plan.joint_axis)) is not None and plan.compression != "none":
