@@ -158,7 +158,7 @@ def trace_on(mesh: Mesh, job: Job, plan: Plan, steps: int, folder: str, referenc
     moments = moments_of({n: whole(t).float() for n, t in states.items()})
     for held in (*gradients, start, parameters, moments):
         join_stages(held, mesh)
-        join_tensors(held, mesh.everyone if tables is not None else None, mesh)
+        join_tensors(held, mesh.everyone if tables is not None or plan.towers else None, mesh)
     routing = replay.end(mesh)
     if mesh.rank == 0:
         seconds = time.perf_counter() - began
