@@ -95,7 +95,9 @@ def _parse_towers(text: str) -> dict[str, Any]:
     for name, words in _TOWER.findall(text):
         found = _RANKS.search(words)
         rest = _RANKS.sub(" ", words).replace("+", " ").strip()
-        layout = {key: value for key, value in (parse_layout(rest) if rest else {}).items() if value != 1}
+        layout = {
+            key: value for key, value in (parse_layout(rest) if rest else {}).items() if value != 1 or key == "zero"
+        }
         towers[name] = {**layout, **({"ranks": found.group(1)} if found else {})}
     if rest := _TOWER.sub("", text).strip():
         raise JobError(f"{text!r} is not a layout: cannot read {rest!r} beside the towers' layouts")
