@@ -319,6 +319,8 @@ def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta, host_
             hops = init_device_mesh(device.type, nodes, mesh_dim_names=("ep_groups", "ep_far", "ep_near"))
             parts |= {name: hops[name] for name in ("ep_far", "ep_near")}
         axes |= {n: axis_of(n, part.get_group(), per_node, meter) for n, part in parts.items() if part.size() > 1}
+    if plan.sync == "predict" and plan.dp_replicate > 1:  # in a group of their own: small messages do not queue behind
+        axes["late_sum"] = axis_of("late_sum", dist.new_group(timeout=timeout), per_node, meter)
     disk_group = dist.new_group(backend=host_backend, timeout=timeout)
     if host_backend == "gloo" == dist.get_backend():  # each group has a thread that polls a hundred times a second
         host_group = everyone.group

@@ -28,6 +28,7 @@ from weft.parallel.context.sequence_split import SequenceSplit
 from weft.parallel.data.compression import Compressor, is_compressed
 from weft.parallel.data.data_parallel import Replicas, Shards, shard
 from weft.parallel.data.fsdp_collectives import meter_collectives
+from weft.parallel.data.late_sums import LateSums
 from weft.parallel.expert.expert_parallel import (
     compile_around,
     expert_gradient_sum,
@@ -206,9 +207,11 @@ def spread_stage(
         data: Replicas | Shards = Shards(model, plan.zero, bool(between), compressor)
     else:
         start = summing(axis, plan.allreduce, ranks_of_a_node(plan)) if axis else None
+        late = mesh.axis("late_sum")
         data = Replicas(
-            model, axis, dtype, plan.bucket_mb, summed, start, *expert_gradient_sum(model, mesh), compressor
-        )
+            model, axis, dtype, plan.bucket_mb, summed, start, *expert_gradient_sum(model, mesh), compressor,
+            LateSums(late) if late else None,
+        )  # fmt: skip
     whole = [n for n, p in data.master_params.items() if split and not {"tp", "ep"}.intersection(sharded_axes(p))]
     partial = tuple(n for n in data.master_params if split and n in split.partial)
     replicated = tuple(n for n in whole if n not in partial)
