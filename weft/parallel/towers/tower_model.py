@@ -72,8 +72,9 @@ class TowerModel(SpreadModel):
 
     def local_square(self) -> Tensor | None:
         """Not known: towers have other replicas."""
-        for part in (super(), *(tower for tower in self.towers)):
-            part.local_square()
+        super().local_square()
+        for tower in self.towers:
+            tower.local_square()
         return None
 
     def zero_grad(self) -> None:
