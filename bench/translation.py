@@ -120,18 +120,19 @@ def main() -> None:
     parser.add_argument("--beams", type=int, default=4)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
+        folder, runs = Path(temporary, "pairs"), Path(temporary, "runs")
+        folder.mkdir()
         pairs = write_corpus(folder, args.language)
         settings = [
             f"data.source={folder}", f"data.tokenizer={folder / 'tokenizer.json'}", f"train.steps={args.steps}",
-            f"runs_dir={folder / 'runs'}", "train.eval_every=0",
+            f"runs_dir={runs}", "train.eval_every=0",
         ]  # fmt: skip
         print(f"{pairs:,} pairs, {args.steps} steps, BLEU of {args.texts} held-out messages, {args.beams} beams")
         began = time.perf_counter()
         subprocess.run([sys.executable, "-m", "weft", "train", "translation", *settings, "--nproc", "2"], check=True,
                        stdout=subprocess.DEVNULL)  # fmt: skip
         seconds = {"weft, 2 ranks": time.perf_counter() - began}
-        found = newest_good(folder / "runs" / "translation" / "checkpoints")
+        found = newest_good(runs / "translation" / "checkpoints")
         assert found is not None
         models = {"weft, 2 ranks": load_model(found, job := saved_job(found))}
         began = time.perf_counter()
