@@ -1,6 +1,6 @@
 """BLEU of English-German messages: the recipe `translation` on two ranks beside a plain PyTorch loop in one process.
 
-    python bench/translation.py [--steps 600] [--language de] [--texts 200] [--beams 4]
+    python bench/translation.py [--steps 400] [--language de] [--texts 200] [--beams 4]
 
 The corpus are the message catalogs (.mo) of this machine's programs, such as those of GNU and git in Debian, which hold
 a text and its translation. Both rows train the same model from the same weights on the same batches; the plain
@@ -114,7 +114,7 @@ def plain(job: Job) -> EncoderDecoder:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--language", default="de")
     parser.add_argument("--texts", type=int, default=200)
     parser.add_argument("--beams", type=int, default=4)
