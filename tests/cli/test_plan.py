@@ -120,6 +120,35 @@ def test_a_plan_that_does_not_fit(job: Path, weft: Weft) -> None:
     assert "would fit with" in out and output["changes"][0]["change"] in out
 
 
+EIGHT = ("cluster.nodes=1", "model=llama-1b")
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "texts"),
+    [
+        ((*EIGHT, "memory.budget_gib=1"), 3, ("of 1.0 GiB", "memory.budget_gib=1 allows 1.00, so ")),
+        ((*EIGHT, "train.steps=10", "parallel.pp=8", "train.global_batch=1"), 0, ("; 1f1b, 1 microbatch\n", "0.0")),
+        ((*EIGHT, "parallel.dp_shard=8", "train.steps=10"), 0, (" kWh, 0.",)),
+        (
+            (*EIGHT, "data.seq_len=262144", "--explain", "memory"),
+            0,
+            ("recompute all but attention, in chunks of 16384 tokens), and",),
+        ),
+        (
+            ("model=mixtral-8x7b", "parallel.dp_shard=16", "parallel.ep=4", "parallel.zero=1", "--explain", "memory"),
+            3,
+            (" of them in its shard × (4 B (fp32 master))",),
+        ),
+    ],
+)
+def test_sentences_of_odd_jobs(
+    job: Path, weft: Weft, changes: tuple[str, ...], code: int, texts: tuple[str, ...]
+) -> None:
+    found, out, result = weft(job, *changes)
+    assert found == code, result
+    assert [text for text in texts if text not in out + result] == []
+
+
 def test_own_catalog_and_topology(job: Path, weft: Weft) -> None:
     (job / "mine.yaml").write_text(
         "devices: {x1: {memory_gib: 200, tflops: {bf16: 3000}, memory_tb_s: 10, link_gb_s: 1000, watts: 900}}\n"
