@@ -94,7 +94,7 @@ def test_text_has_reasons_and_runners_up(job: Path, weft: Weft) -> None:
     ("asked", "message"),
     [
         ("tp=16", "cannot be; parallel.tp=16 does not divide model.kv_heads=8"),
-        ("dp_shard=3", "cannot be; its degrees multiply to 3, which does not divide 16 ranks; 2 would"),
+        ("dp_shard=3", "cannot be; its degrees multiply to 3, which does not divide 16 ranks; dp_shard=2 would work"),
         ("ddp16", "does not fit; its smallest form, dp_replicate 16, needs "),
         ("dp_shard=8 zero3 tp=2", "slower; its best form, dp_shard 8 (zero 3) × tp 2, takes "),
     ],
