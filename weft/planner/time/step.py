@@ -163,7 +163,7 @@ def _step_times(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal:
         block.forward,
         backward,
         block.weights,
-        block.head,
+        block.head + np.where(full, block.head_again, 0.0),
         block.embedding,
     )
     window = here * (block.forward + backward)
