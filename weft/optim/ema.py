@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.foreach_internals import foreach_lerp_
-from weft.comm.shards import local_of
+from weft.comm.shards import like, local_of
 
 
 class Ema:
@@ -15,7 +15,10 @@ class Ema:
     def __init__(self, master_params: dict[str, Tensor], decay: float):
         self.decay = decay
         self.master_params = master_params
-        self.averages = {n: m.detach().clone() for n, m in master_params.items()} if decay else {}
+        copied = (
+            master_params.items() if decay else ()
+        )  # of shards: cloning a DTensor first derives its sharding, 3 ms each
+        self.averages = {n: like(local_of(m.detach()).clone(), m) for n, m in copied}
         self.deferred = False
         """Whether the optimizer updates the averages, each with its weight (optim/streamed.py)."""
 

@@ -15,6 +15,7 @@ from weft.planner.plan import Plan
 from weft.planner.schedules.gantt import gantt_text
 from weft.planner.schedules.stage_costs import simulated
 from weft.planner.table_placement import table_lines
+from weft.planner.tower_costs import tower_lines
 
 MEMORY_LABELS = {
     "states_gib": "states", "gathered_gib": "communication", "activations_gib": "activations", "runtime_gib": "runtime",
@@ -50,6 +51,7 @@ def describe_plan(job: Job, plan: Plan) -> str:
         *_fp8_rows(job, plan),
         *_home_rows(plan),
         *(("tables" if i == 0 else "", line) for i, line in enumerate(table_lines(plan))),
+        *(("towers" if i == 0 else "", line) for i, line in enumerate(tower_lines(plan))),
     ]
     if plan.predicted:
         p = plan.predicted

@@ -119,7 +119,7 @@ class EngineMemory:
         return {part: found[part] for part in PARTS}
 
     def _fullest(self, layouts: Layouts, detail: bool) -> dict[str, Size]:
-        if self.plan.sync != "step":  # between exchanges every replica is by itself
+        if self.plan.sync not in ("step", "predict"):  # between exchanges every replica is by itself
             layouts = replace(layouts, dp_replicate=np.ones(len(layouts), np.int64))
         size = len(layouts)
         piped = np.flatnonzero(layouts.pp > 1)

@@ -215,6 +215,8 @@ class LayoutGroup:
         if self.plan.alone:  # the last shared weights, and DiLoCo's momentum
             outer = 2 if self.plan.sync == "diloco" else int(job.train.sync.quantize != "none")
             optimizer = optimizer + outer * FP32_BYTES * held.trained_held
+        if self.plan.sync == "predict":  # the true weights and states, the sum in flight and two averages
+            optimizer = optimizer + bytes_["optimizer"] + 4 * FP32_BYTES * held.trained_held
         width = self.compute_bytes if self.flags["alone"] else FP32_BYTES
         out = {
             "parameters": masters + bytes_["frozen"] + bytes_["copies"] + bytes_["average"] * here["averages"],
