@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import command
 from helpers.command import Output
 from helpers.lazy_module import LazyModule
 from helpers.published import VOCAB, save_random, transformers
@@ -75,7 +76,7 @@ def test_a_lora_run_is_exported(in_process: Callable[..., Output], tmp_path: Pat
         "optim: {lr: 0.01, warmup: 0}\ncluster: {devices_per_node: 1}\n"
     )
     for steps in ("2", "3"):
-        done = in_process(tmp_path, "train", "job.yaml", f"train.steps={steps}")
+        done = command.weft(tmp_path, "train", "job.yaml", f"train.steps={steps}")
         assert done.code == 0, done.err
     assert "4.48k in adapters" in in_process(tmp_path, "plan", "job.yaml").out
     for to in ("peft", "hf"):

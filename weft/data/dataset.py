@@ -27,6 +27,7 @@ from weft.data.tasks.text_pairs import BUCKET_BATCHES, open_text_pairs
 from weft.data.text_windows import TextDataset
 from weft.data.tokenizer import Tokenizer, Tokens, load_tokenizer
 from weft.data.user_dataset import open_user_dataset
+from weft.data.vision.image_captions import open_image_captions, reads_captions
 from weft.data.vision.image_dataset import IMAGE_SOURCES, open_images, reads_images
 from weft.job.errors import JobError
 from weft.job.schema import Data, Job
@@ -95,6 +96,8 @@ def _open_source(job: Job, source: str, format: str | None) -> Dataset:
     if source == "synthetic":
         return open_synthetic(job)
     own = job.model_copy(update={"data": data.model_copy(update={"source": source})})
+    if reads_captions(own):
+        return open_image_captions(own)
     if format is None and reads_ratings(own):
         return open_ratings(own)
     if format is None and reads_images(own):

@@ -17,6 +17,8 @@ SYNTHETIC_SIDE = 224
 MAX_BAG = 4
 """Ids in a bag of a table with pooling mean."""
 _TEACHER_WIDTH = 64
+_CAPTIONS, _SQUARES, _WORDS = 128, 4, 6
+"""Distinct captions, squares on a side of their patterns, and words of each."""
 _VAL, _TEACHER = 1 << 62, 1 << 63
 
 
@@ -30,6 +32,9 @@ def open_synthetic(job: Job) -> SyntheticDataset:
         return Images(seed, job.data.seq_len, model.patch_dim, classes, bool(model.class_token))
     if model.tables:
         return Interactions(seed, model)
+    if model.towers:
+        args, length = model.args, job.data.seq_len
+        return Captions(seed, (args["channels"], args["side"], args["side"]), int(args["vocab"]), length)
     if model.module and (model.family or job.data.images is not None):
         options = job.data.images or ImageData()
         classes = int(model.args.get("classes") or _given(model.vocab, "vocab"))
@@ -151,6 +156,29 @@ class Interactions(SyntheticDataset):
             sample["inputs/dense"] = dense
             score += dense.sum() / np.float32(self._dense**0.5)
         return {**sample, "targets": np.asarray(score > 0, np.float32), "valid": np.ones((), dtype=np.bool_)}
+
+
+class Captions(SyntheticDataset):
+    """Images of noise added to a pattern of squares, and the words of the pattern; they end with the last token."""
+
+    def __init__(self, seed: int, shape: tuple[int, int, int], vocab: int, length: int) -> None:
+        super().__init__(seed)
+        teacher = self._random(_TEACHER)
+        self._shape, side = shape, min(_SQUARES, shape[1])
+        self._patterns = teacher.standard_normal((_CAPTIONS, shape[0], side, side), dtype=np.float32)
+        words = teacher.integers(0, max(1, vocab - 1), size=(_CAPTIONS, min(_WORDS, length - 1)), dtype=np.int64)
+        ends = np.full((_CAPTIONS, length - words.shape[1]), vocab - 1, dtype=np.int64)
+        self._texts = np.concatenate([words, ends], axis=1)
+
+    def _sample(self, random: np.random.Generator) -> dict[str, np.ndarray]:
+        target = random.integers(0, _CAPTIONS, dtype=np.int64)
+        pattern = self._patterns[target]
+        places = np.arange(self._shape[1]) * pattern.shape[1] // self._shape[1]
+        image = random.standard_normal(self._shape, dtype=np.float32) + pattern[:, places][:, :, places]
+        return {
+            "inputs/image": image, "inputs/text": self._texts[target], "targets": np.asarray(target),
+            "valid": np.ones((), dtype=np.bool_),
+        }  # fmt: skip
 
 
 class Images(SyntheticDataset):

@@ -58,6 +58,8 @@ class ImageData(Section):
     """Strength of RandAugment."""
     erase: float = Field(0.0, ge=0, le=1)
     """Probability of erasing a random rectangle."""
+    prompt: str = Field("a photo of a {}", pattern=r"^[^{}]*\{\}[^{}]*$")
+    """Caption of an image in a folder of a class, whose name replaces {} (clip)."""
     mixup: float = Field(0.0, ge=0, le=100)
     """Mixup: alpha of the Beta distribution of the share of a second image, such as 0.8; 0 turns it off."""
     cutmix: float = Field(0.0, ge=0, le=100)
@@ -72,10 +74,11 @@ class Data(Section):
     functions, with answers), synthetic, the path of a token store made by `weft data build`, a file or folder of
     data.format, mnist, fashion-mnist, the path of image files, movielens or a folder with its files, or your own
     dataset as package.module:name."""
-    format: Literal["text", "chat", "instruction", "labels", "pairs"] | None = None
+    format: Literal["text", "chat", "instruction", "labels", "pairs", "captions"] | None = None
     """What the files at data.source hold: text, conversations (chat), questions with answers (instruction), texts with
-    labels (labels, of bert with model.classes), or pairs of texts (pairs, of t5). Then it may be a JSONL, parquet or
-    arrow file or a folder, for labels and pairs also a TSV file. Default: data.source is no such file."""
+    labels (labels, of bert with model.classes), pairs of texts (pairs, of t5), or images with captions (captions, of
+    clip, for which it is the default). Then it may be a JSONL, parquet or arrow file or a folder, for labels and pairs
+    also a TSV file; docs/workloads.md describes captions. Default: data.source is no such file."""
     template: str | None = None
     """Chat template of chat and instruction: chatml, plain, or the path of a .jinja file. Default: the tokenizer's."""
     answers_only: bool = True

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from weft.job.model_parts.attention_settings import Latent, RopeScaling
+from weft.job.model_parts.encoder_towers import TowerName, TowerShape
 from weft.job.model_parts.expert_settings import Experts
 from weft.job.model_parts.lora import Lora
 from weft.job.model_parts.named_loss import NamedLoss, check_loss
@@ -43,11 +44,14 @@ class Family:
     """Of a module: `module:function` that takes the sections model and data and returns the constructor's arguments."""
     has_tables: bool = False
     """Whether it has embedding tables (model.tables)."""
+    has_towers: bool = False
+    """Whether it has several encoders (model.towers)."""
 
     @property
     def needed(self) -> tuple[str, ...]:
         """Fields that a job or a shape must give."""
-        needed = {"stack": ("dim", "layers"), "module": ("tables",) if self.has_tables else ("layers",)}
+        parts = ("tables",) if self.has_tables else ("towers",) if self.has_towers else ("layers",)
+        needed = {"stack": ("dim", "layers"), "module": parts}
         return needed.get(self.structure, ("dim", "layers", "heads"))
 
 
@@ -87,9 +91,10 @@ class Model(Section):
     each rank's own samples."""
     family: Annotated[str, NameIn(FAMILIES)] | None = None
     """gpt2 and llama (decoder-only), bert (encoder-only), t5 (encoder-decoder), vit (an encoder of image patches),
-    resnet (convolutions), dlrm and two_tower (recommenders), mlp (the deep MLP of the lessons)."""
+    resnet (convolutions), clip (an image and a text encoder), dlrm and two_tower (recommenders), mlp (the deep MLP of
+    the lessons)."""
     dim: int | None = Field(None, ge=1, le=2**20)
-    """Width of the residual stream."""
+    """Width of the residual stream; for clip, of the vectors that are compared."""
     layers: int | None = Field(None, ge=1, le=10_000)
     """Number of blocks, for t5 of encoder and decoder together; for mlp, of square layers."""
     encoder_layers: int | None = Field(None, ge=1, le=10_000)
@@ -199,6 +204,9 @@ class Model(Section):
     """Widths of the hidden layers below the interaction (dlrm: of dense features; two_tower: of each tower)."""
     top: tuple[int, ...] = ()
     """Widths of the hidden layers above the interaction (dlrm)."""
+    towers: dict[TowerName, TowerShape] = Field(default_factory=dict)
+    """Encoders of a model with several (clip), such as {image: {dim: 768, layers: 12, heads: 12, patch: 32}, text:
+    {dim: 512, layers: 12, heads: 8}}."""
     lora: Lora | None = None
     """Train low-rank adapters of the linear layers, and freeze the model's own weights."""
 

@@ -44,6 +44,26 @@ SHAPES: dict[str, dict[str, Any]] = {
     "resnet-18": dict(family="resnet", layers=18, vocab=1000),
     "resnet-50": dict(family="resnet", layers=50, vocab=1000),
     "resnet-101": dict(family="resnet", layers=101, vocab=1000),
+    "clip-tiny": dict(
+        family="clip", dim=32, towers=dict(
+            image=dict(dim=64, layers=2, heads=4, patch=8), text=dict(dim=48, layers=2, heads=4)
+        ),
+    ),
+    "clip-vit-b32": dict(
+        family="clip", dim=512, vocab=49408, max_len=77, towers=dict(
+            image=dict(dim=768, layers=12, heads=12, patch=32), text=dict(dim=512, layers=12, heads=8)
+        ),
+    ),
+    "clip-vit-b16": dict(
+        family="clip", dim=512, vocab=49408, max_len=77, towers=dict(
+            image=dict(dim=768, layers=12, heads=12, patch=16), text=dict(dim=512, layers=12, heads=8)
+        ),
+    ),
+    "clip-vit-l14": dict(
+        family="clip", dim=768, vocab=49408, max_len=77, towers=dict(
+            image=dict(dim=1024, layers=24, heads=16, patch=14), text=dict(dim=768, layers=12, heads=12)
+        ),
+    ),
     "moe-tiny": dict(
         family="llama", dim=64, layers=4, heads=4, kv_heads=2, ffn=192,
         experts=dict(count=8, top_k=2, ffn=96, router="sigmoid", scale=2.0, balance="bias", bias_rate=0.01),
@@ -111,9 +131,16 @@ def _with_pretrained(job: Job, name: str) -> Job:
     return job.model_copy(update={"model": model, "data": data})
 
 
+MISSING = {
+    "tables": "such as tables: [{name: user, rows: 1000}]",
+    "towers": "or name a model.shape such as clip-tiny or clip-vit-b32",
+}
+"""What to give where a needed field is missing."""
+
+
 def _resolve_model(model: Model, data: Data) -> Model:
     given = model.model_dump(exclude_none=True, exclude={"shape", "args", "loss"})
-    own = {"tables", "table_optim", "dense_features", "bottom", "top"}  # with defaults of their own, not None
+    own = {"tables", "table_optim", "dense_features", "bottom", "top", "towers"}  # with defaults of their own, not None
     given = {name: value for name, value in given.items() if name not in own or name in model.model_fields_set}
     if model.loss != "auto":
         given["loss"] = model.loss
@@ -131,10 +158,11 @@ def _resolve_model(model: Model, data: Data) -> Model:
     if model.tables and not family.has_tables:
         with_tables = listed(each.name for each in FAMILIES if each.has_tables)
         raise JobError(f"model.tables has no effect on model.family={family.name}; family={with_tables} would work")
+    if model.towers and not family.has_towers:
+        raise JobError(f"model.towers has no effect on model.family={family.name}; family=clip would work")
     for name in family.needed:
-        if fields.get(name) in (None, ()):
-            hint = "such as tables: [{name: user, rows: 1000}]" if name == "tables" else (
-                "or name a model.shape such as tiny or llama-1b")  # fmt: skip
+        if not fields.get(name):
+            hint = MISSING.get(name, "or name a model.shape such as tiny or llama-1b")
             raise JobError(f"model.{name} is missing; give it, {hint}")
     if family.structure == "module":
         return _module_of(family, Model.model_validate({**model.model_dump(exclude_none=True), **fields}), data)

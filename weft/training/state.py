@@ -118,7 +118,7 @@ class State:
         """Why steps are not copied to memory; empty: they are."""
         if self.model.tables is not None:
             return "embedding tables are too large to copy; the run continues from checkpoints"
-        return self.optimizers.no_snapshots
+        return self.optimizers.no_snapshots or self.rounds.no_snapshots
 
     def counts(self) -> dict[str, Any]:
         """The counters, for JSON."""

@@ -19,6 +19,7 @@ from weft.models.user.named_losses import losses_of
 from weft.optim.clip import grad_norm
 from weft.optim.schedule import learning_rate
 from weft.parallel.context.sequence_split import SequenceSplit
+from weft.parallel.data.local_sgd import Update, UpdateResult
 from weft.parallel.spread_model import Batch, LossOf
 from weft.planner.plan import Plan
 from weft.precision import COMPUTE_DTYPES
@@ -73,7 +74,7 @@ class Stepper:
         if counting is not None:
             counting.wait()
         known = self.plan.tp == self.plan.cp == self.plan.pp == self.plan.dp_shard == 1 < self.plan.dp_replicate
-        square = spread_model.parts[0].local_square() if known and not self.plan.alone else None
+        square = spread_model.parts[0].local_square() if known and self.plan.sync == "step" else None
         return Gradients(total, count, nominal, state.scale.value, square)
 
     def update(self, grads: Gradients, lr: float) -> tuple[Tensor, bool]:
@@ -84,27 +85,33 @@ class Stepper:
         """
         state = self.state
         self.before_update()
-        tables = state.model.tables
+        done = state.rounds.update(Update(state.step + 1, grads.factor, lr), self._apply)
+        state.model.after_step(done.decided)
+        state.scale.update(done.taken or state.step + 1 in state.skipped_steps)
+        state.samples += self.job.train.ramp.batch(state.step)
+        state.step += 1
+        state.rounds.after_step(state.step, grads.count, state.model.refresh)
+        return done.norm, done.taken
+
+    def _apply(self, update: Update) -> UpdateResult:
+        """Clip the gradients that the weights hold, times a factor, and update the weights."""
+        state, tables = self.state, self.state.model.tables
         squares = None if tables is None else tables.squares()
-        norm = grad_norm(state.model.counted, self.mesh, squares) * grads.factor
+        norm = grad_norm(state.model.counted, self.mesh, squares) * update.factor
         clip = self.job.optim.clip
         clipped = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
-        finite, wanted = torch.isfinite(norm), state.step + 1 not in state.skipped_steps
+        finite, wanted = torch.isfinite(norm), update.step not in state.skipped_steps
         unseen = norm.is_cuda and not state.scale.dynamic
         taken = wanted and (unseen or self.blind or bool(finite))
         if taken:
             flag = finite if unseen else None
-            state.optimizers.step_number = state.step
-            state.optimizers.step(lr, clipped * grads.factor, flag)
+            state.optimizers.step_number = update.step - 1
+            state.optimizers.step(update.lr, clipped * update.factor, flag)
             if tables is not None:
-                tables.update(lr, clipped * grads.factor, flag)
-            state.ema.update(flag)
-        state.model.after_step(finite if taken and unseen else taken)
-        state.scale.update(taken or not wanted)
-        state.samples += self.job.train.ramp.batch(state.step)
-        state.step += 1
-        state.rounds.after_step(state.step, grads.count, state.model.refresh)
-        return norm, taken
+                tables.update(update.lr, clipped * update.factor, flag)
+            if update.average:
+                state.ema.update(flag)
+        return UpdateResult(norm, taken, finite if taken and unseen else taken)
 
     def learning_rate(self) -> float:
         return learning_rate(self.job, self.state.step + 1)
@@ -152,9 +159,11 @@ class Stepper:
         axis = self.mesh.everyone
         if axis is None:
             return rows.cpu()
-        sizes = axis.all_gather(torch.tensor([len(rows)], device=rows.device), 0).tolist()
-        padded = rows.new_zeros(max(sizes), rows.shape[1])
-        padded[: len(rows)] = rows
+        shapes = axis.all_gather(torch.tensor([[len(rows), rows.shape[1]]], device=rows.device), 0).tolist()
+        sizes = [size for size, _ in shapes]
+        padded = rows.new_zeros(max(sizes), max(width for size, width in shapes if size) if any(sizes) else 0)
+        if len(rows):
+            padded[: len(rows)] = rows
         gathered = axis.all_gather(padded, 0).cpu().split(max(sizes))
         return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
 
