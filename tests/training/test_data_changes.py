@@ -13,7 +13,7 @@ from weft.data.build_store import build
 
 JOB = (
     "train", "tiny", "data.source=store", "data.seq_len=32", "train.global_batch=4", "train.eval_every=0",
-    "checkpoint.every=2", "checkpoint.background=false", "name=run",
+    "checkpoint.every=2", "checkpoint.background=false", "name=run", "--no-resilient",
 )  # fmt: skip
 
 
