@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -89,7 +89,7 @@ RECIPES: dict[str, Recipe] = {
         main=lambda row: not row.text["gpu"].startswith("V100"),
     ),
     "aleph-alpha": Recipe(
-        Calibration(traffic=2, host_us=300),
+        Calibration(traffic=2, host_us=300, head_again=1),
         MODERN,
         {
             "kernel:flash_attention2": ({}, ("traffic", "attention")),
@@ -237,7 +237,7 @@ def main() -> None:
     for name, rows in rows_of(args.table).items():
         if name not in RECIPES or (args.only and name not in args.only.split(",")):
             continue
-        recipe = RECIPES[name]
+        recipe = with_memory(RECIPES[name], name)
         if args.held_out:
             e = held_out(recipe, rows, name)
             output[name] = show(name, e)
@@ -253,6 +253,13 @@ def main() -> None:
         Path(__file__).with_name("planner_held_out.json").write_text(
             json.dumps(output, indent=2) + "\n", encoding="utf-8"
         )
+
+
+def with_memory(recipe: Recipe, name: str) -> Recipe:
+    """The recipe with the memory settings of the stack's file, as some of them take time too (logits_whole)."""
+    path = CALIBRATION_FOLDER / f"{name}.json"
+    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return replace(recipe, start=recipe.start.with_(**{k: v for k, v in before.items() if k in MEMORY}))
 
 
 def write(stack: Framework, spread: float, recipe: Recipe, rows: int) -> None:
@@ -291,6 +298,11 @@ MEMORY = (
     "context_gib",
     "fragment",
     "usable",
+    "stream",
+    "gather_limit",
+    "loads_whole",
+    "host_checkpoints",
+    "experts_over_tp",
 )
 
 if __name__ == "__main__":

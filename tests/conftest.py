@@ -26,6 +26,8 @@ LONG = (
     "test_recompute", "test_expert_rebalance", "test_replicas", "test_several_nodes", "test_guards", "test_chaos",
 )  # fmt: skip
 """Files that take 20 s of CPU and more, the longest first: one that came last would leave the other workers idle."""
+WITH_TRANSFORMERS = ("tests/pretrained/", "tests/adapters/test_hf_trainer.py", "tests/models/test_decoding_cache.py")
+"""Importing it takes seconds, so one worker has all tests that do."""
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of hundreds of commands would compile all of weft again
 sys.dont_write_bytecode = False
@@ -38,6 +40,19 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     config.option.loadscopereorder = False  # xdist would begin with the files of the most tests
     gc.disable()  # while all is imported
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files as units, as with --dist loadfile; those that import transformers are one unit."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByLibrary(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "transformers" if file.startswith(WITH_TRANSFORMERS) else file
+
+    return ByLibrary(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,7 @@
 """The code base keeps its order: format, lint, types, one-way imports without cycles, and folders of one subject."""
 
 import ast
+import os
 import shutil
 import subprocess
 import sys
@@ -56,6 +57,8 @@ def test_tool_passes(command: list[str]) -> None:
     tool = Path(sys.executable).parent / command[0]
     found = str(tool) if tool.exists() else shutil.which(command[0])
     assert found, f"{command[0]} is not installed; run make test"
+    if command == ["mypy"] and not (ROOT / ".mypy_cache").exists():
+        command = [*command, "--cache-dir", os.devnull]  # writing a cache takes a fifth of the time
     done = subprocess.run([found, *command[1:]], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 

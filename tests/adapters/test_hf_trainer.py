@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from helpers.published import transformers
 
 from weft.adapters.hf_trainer import WeftTrainer
 from weft.job.errors import JobError
 
 
-def model() -> GPT2LMHeadModel:
+def model() -> Any:
     torch.manual_seed(0)
     off = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=16, **off))
+    config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=16, **off)
+    return transformers.GPT2LMHeadModel(config)
 
 
 def samples() -> list[dict[str, Any]]:
@@ -27,18 +28,18 @@ def samples() -> list[dict[str, Any]]:
     ]
 
 
-def arguments(folder: Path, **fields: Any) -> TrainingArguments:
+def arguments(folder: Path, **fields: Any) -> Any:
     usual: dict[str, Any] = dict(
         per_device_train_batch_size=4, gradient_accumulation_steps=2, learning_rate=1e-2, num_train_epochs=2,
         logging_steps=1, warmup_steps=2, weight_decay=0.1, use_cpu=True, save_strategy="no", report_to="none", seed=7,
         disable_tqdm=True,
     )  # fmt: skip
-    return TrainingArguments(output_dir=str(folder), **(usual | fields))
+    return transformers.TrainingArguments(output_dir=str(folder), **(usual | fields))
 
 
 def test_losses_are_those_of_transformers(tmp_path: Path) -> None:
     made, outputs, losses = list[Any](), list[Any](), list[float]()
-    for kind in (Trainer, WeftTrainer):
+    for kind in (transformers.Trainer, WeftTrainer):
         trainer: Any = kind(
             model=model(), args=arguments(tmp_path), train_dataset=samples(), eval_dataset=samples()[:6]
         )
@@ -53,7 +54,7 @@ def test_losses_are_those_of_transformers(tmp_path: Path) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     made[1].save_model(str(tmp_path / "saved"))
-    again = GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
     torch.testing.assert_close(again.lm_head.weight, made[1].model.lm_head.weight)
 
 

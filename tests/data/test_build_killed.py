@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from helpers.command import python
 
 from weft.data.build_store import build
 from weft.data.store import open_store
@@ -63,10 +64,8 @@ def test_resumes_after_repeated_kills(source, tmp_path):
     out = tmp_path / "killed"
     # how many files each try puts in place before it dies: settings, tokenizer, parts, then the five of the store
     for renames in (0, 1, 2, 2, 2, 1, 3, 4):
-        run = subprocess.run(
-            [sys.executable, "-c", KILLED_AT_RENAME, str(renames), json.dumps({**options, "out": str(out)})], cwd=ROOT
-        )
-        assert run.returncode == -signal.SIGKILL
+        run = python(ROOT, "-c", KILLED_AT_RENAME, str(renames), json.dumps({**options, "out": str(out)}))
+        assert run.code == -signal.SIGKILL
         assert not (out / "meta.json").exists()
         with pytest.raises(JobError, match="not finished"):
             open_store(out)
@@ -111,7 +110,8 @@ def test_a_lost_part_is_rebuilt(source, tmp_path):
     options = {"sources": str(source), "tokenizer": "bytes", "workers": 1, "part_bytes": 1500}
     build(**options, out=tmp_path / "whole")
     out = tmp_path / "killed"
-    subprocess.run([sys.executable, "-c", KILLED_AT_RENAME, "4", json.dumps({**options, "out": str(out)})], cwd=ROOT)
+    run = python(ROOT, "-c", KILLED_AT_RENAME, "4", json.dumps({**options, "out": str(out)}))
+    assert run.code == -signal.SIGKILL
     first, second, *_ = sorted((out / ".parts").glob("*.part"))
     first.write_bytes(first.read_bytes()[:-1])
     second.write_bytes(b"")

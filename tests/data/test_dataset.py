@@ -13,7 +13,7 @@ from weft.data.loader import Loader
 from weft.data.tokenizer import train_bpe
 from weft.data.user_dataset import image_patches
 from weft.job import Data, Job, JobError, parse_job
-from weft.job.schema import Train
+from weft.job.schema import Model, Train
 from weft.job.shapes import resolve
 
 
@@ -265,11 +265,14 @@ def test_steps_of_epochs(own):
 
 def test_patches_of_images():
     image = np.arange(2 * 4 * 6).reshape(2, 4, 6)
-    patches = image_patches(image, 2, 2)
+    patches = image_patches(image, Model(family="vit", patch=2, channels=2))
     assert patches.shape == (6, 8)
     assert patches[1].tolist() == image[:, 0:2, 2:4].reshape(-1).tolist()
     with pytest.raises(ValueError, match=r"which patches of model.patch=3 do not divide"):
-        image_patches(image, 3, 2)
+        image_patches(image, Model(family="vit", patch=3, channels=2))
+    with_token = image_patches(image, Model(family="vit", patch=3, channels=2, class_token=True, image=(4, 6)))
+    assert with_token.shape == (3, 18) and not with_token[0].any(), "the last row of pixels is cut off"
+    assert with_token[2].tolist() == image[:, 0:3, 3:6].reshape(-1).tolist()
 
 
 def test_user_dataset_ranges(own):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers.command import python
 from helpers.docs_pages import DOCS, maker, python_of, text_of
 
 DRAWN = [p.stem.removeprefix("make_") for p in sorted(DOCS.glob("make_*.py")) if "def images(" in p.read_text("utf-8")]
@@ -30,4 +29,5 @@ def test_the_pictures_are_up_to_date(name: str) -> None:
 def test_a_block_runs(tmp_path: Path, page: str, block: int) -> None:
     script = tmp_path / "block.py"
     script.write_text(python_of(page)[block], encoding="utf-8")
-    subprocess.run([sys.executable, str(script)], check=True, cwd=tmp_path, env={"PYTHONPATH": str(DOCS.parent)})
+    done = python(tmp_path, str(script))
+    assert done.code == 0, done.err

@@ -69,13 +69,13 @@ def environment(tools, python):
     return env
 
 
-def commands_of(block, forked=True):
+def commands_of(block):
     """The commands of a block. Lines without shell syntax are started here, others by bash."""
     if block.language == "python":
         return [[sys.executable, "-c", block.text]]
     lines = [shlex.split(line, comments=True) for line in block.text.replace("\\\n", "").splitlines()]
     lines = [words for words in lines if words]
-    if not forked or SHELL_SYNTAX.search(block.text) or not all(words[0] in SHIMS for words in lines):
+    if SHELL_SYNTAX.search(block.text) or not all(words[0] in SHIMS for words in lines):
         return [["bash", "-euo", "pipefail", "-c", block.text]]
     return [[sys.executable, *SHIMS[words[0]], *words[1:]] for words in lines]
 
@@ -97,12 +97,9 @@ def run_page(page, shell):
 
 
 def run_block(block, shell, interrupt=False):
-    """Exit code and output of a block; it ends at the first command that fails. A block that is interrupted starts new
-    interpreters."""
-    if interrupt:
-        shell = shell[0], environment(shell[0].parent / "new", sys.executable)
+    """Exit code and output of a block; it ends at the first command that fails."""
     code, outputs = 0, []
-    for command in commands_of(block, forked=not interrupt):
+    for command in commands_of(block):
         code, output = run_command(command, shell, interrupt)
         outputs.append(output)
         if code:

@@ -15,6 +15,7 @@ from weft.checkpoint.checkpointer import Checkpointer
 from weft.comm.compression.codec_base import RoundingNoise
 from weft.comm.compression.codecs import Codecs, codecs_of
 from weft.comm.compression.compressed_sum import gather_encoded, scatter_sum, sum_all
+from weft.comm.compression.encoded_rounds import sum_encoded
 from weft.comm.shards import local_of
 from weft.data.dataset import open_dataset
 from weft.data.loader import Loader, to_device
@@ -46,6 +47,22 @@ def sums(settings: list[str], n: int) -> dict[str, Any]:
         out[setting] = {
             "scattered": scattered, "gathered": gathered, "reduced": reduced, "counted": one, "both": axis.read()
         }  # fmt: skip
+    return out
+
+
+def message_sums(settings: list[str], counts: list[int], near: int) -> dict[str, Any]:
+    """For each setting, algorithm and size the sum by messages, what was not sent, and the bytes that were."""
+    axis = everyone()
+    out: dict[str, Any] = {}
+    for setting in settings:
+        codec = codecs_of(parse_compression(setting)).gradients
+        assert codec is not None
+        for algorithm in ("ring", "tree", "hierarchical"):
+            for n in counts:
+                axis.reset()
+                x, rounding = numbers(axis.rank, 1, n)[0], RoundingNoise(axis.rank, torch.device("cpu"))
+                missing = sum_encoded(axis, codec, x, rounding, algorithm, near)
+                out[f"{setting} {algorithm} {n}"] = (x, missing, axis.bytes["send"])
     return out
 
 

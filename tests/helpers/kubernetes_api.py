@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from kmock import KubernetesEmulator, Server
 
+from helpers.lazy_module import LazyModule
+
+kmock: Any = LazyModule("kmock")
 RESOURCES = {
     "v1/configmaps": "ConfigMap", "v1/services": "Service", "v1/pods": "Pod",
     "v1/persistentvolumeclaims": "PersistentVolumeClaim", "batch/v1/jobs": "Job",
@@ -28,11 +30,11 @@ def emulated_api(folder: Path) -> Iterator[Path]:
     found: dict[str, Any] = {}
 
     async def serve() -> None:
-        emulator = KubernetesEmulator()
+        emulator = kmock.KubernetesEmulator()
         for name, kind in RESOURCES.items():
             emulator.resources[name] = {"namespaced": True, "kind": kind}
         found["end"] = asyncio.Event()
-        async with emulator, Server(emulator) as server:
+        async with emulator, kmock.Server(emulator) as server:
             found["url"] = str(server.url).rstrip("/")
             started.set()
             await found["end"].wait()

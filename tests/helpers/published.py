@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
-transformers.utils.logging.set_verbosity_error()
-transformers.utils.logging.disable_progress_bar()
+from helpers.lazy_module import LazyModule
 
+transformers: Any = LazyModule("transformers")
 VOCAB = 53
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -95,6 +94,10 @@ _T5: dict[str, Any] = {
     "vocab_size": VOCAB, "d_model": 32, "d_kv": 12, "d_ff": 48, "num_heads": 4, "num_layers": 2,
     "decoder_start_token_id": 0, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10,
 }  # fmt: skip
+_VIT: dict[str, Any] = {
+    **{k: SIZES[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")},
+    "num_labels": 7,
+}  # fmt: skip
 ENCODERS: dict[str, tuple[str, Callable[[], Any]]] = {
     "bert": ("BertForMaskedLM", lambda: transformers.BertConfig(**_BERT)),
     "bert without head": ("BertModel", lambda: transformers.BertConfig(**_BERT, hidden_act="relu")),
@@ -106,7 +109,18 @@ ENCODERS: dict[str, tuple[str, Callable[[], Any]]] = {
             **_T5, num_decoder_layers=3, feed_forward_proj="gated-gelu", tie_word_embeddings=False
         ),
     ),
-}
+    "vit": ("ViTForImageClassification", lambda: transformers.ViTConfig(**_VIT, image_size=12, patch_size=4)),
+    "vit with odd sizes": (
+        "ViTForImageClassification",
+        lambda: transformers.ViTConfig(
+            **_VIT, image_size=(23, 17), patch_size=5, num_channels=2, qkv_bias=False, hidden_act="quick_gelu",
+            layer_norm_eps=1e-3,
+        ),
+    ),
+    "vit without head": (
+        "ViTModel", lambda: transformers.ViTConfig(**_VIT, image_size=14, patch_size=3, hidden_act="silu"),
+    ),
+}  # fmt: skip
 """The class of transformers and the config of models that are no decoders."""
 
 
@@ -124,6 +138,8 @@ def save_config(
     kind: str = "AutoModelForCausalLM",
 ) -> Any:
     """Save a random model of a config and return it."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
     cls = getattr(transformers, kind)
     model = (cls.from_config(config) if kind.startswith("Auto") else cls(config)).eval()

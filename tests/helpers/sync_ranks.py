@@ -69,3 +69,29 @@ def quantized_sums(size: int, kind: str) -> tuple[Tensor, Tensor, int]:
     output = sum_all(axis, CODECS[kind], values, None)[0]
     sent = sum(axis.bytes.values())
     return output, axis.all_reduce(values.clone()), sent
+
+
+def predicted_by_hand(job: Job | Planned, steps: int) -> tuple[Tensor, Tensor]:
+    """train.sync=predict on one process with plain SGD: the weights after the averages of all steps but the last, and
+    those with the last predicted update."""
+    job, _, _, stepper, loader = begin(job)
+    params, averages = stepper.state.model.master_params, []
+    names, flat = sorted(params), lambda tensors: torch.cat([t.detach().reshape(-1) for t in tensors])
+    true = flat(params[n] for n in names)
+    used = true.clone()
+    for step, batches in zip(range(1, steps + 1), loader, strict=False):
+        for n, part in zip(names, used.split([params[n].numel() for n in names]), strict=True):
+            params[n].detach().copy_(part.view_as(params[n]))
+        grads = stepper.gradients(batches)
+        rate = stepper.learning_rate()
+        now = flat(params[n].grad for n in names) * grads.factor
+        if step > 3:
+            true = true - rate * averages[-1]  # the sum of the step before has arrived
+        averages.append(now)
+        if step < 3:
+            true = true - rate * now
+            used = true.clone()
+        else:
+            last, before = averages[-2], averages[-3]
+            used = true - rate * (2 * last - before)
+    return true, used

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from helpers import command
 from helpers.command import Output
-from helpers.published import VOCAB, save_random
-from peft import PeftModel
+from helpers.lazy_module import LazyModule
+from helpers.published import VOCAB, save_random, transformers
 from torch import nn
 
 import weft
@@ -21,6 +21,7 @@ from weft.job.shapes import resolve
 from weft.models.lora import add_adapters
 from weft.pretrained.adapters import merged, write_adapters
 
+peft: Any = LazyModule("peft")
 STORIES = Path(__file__).parents[2] / "recipes" / "stories260K"
 TOKENS = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))
 
@@ -57,7 +58,7 @@ def test_peft_loads_the_adapters(name: str, targets: str, tmp_path: Path) -> Non
     write_adapters(tmp_path / "out", section, params.__getitem__, set(params), original=original, base="base", card="")
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     assert (base(TOKENS).logits - expected).abs().max() > 1e-2
-    loaded = PeftModel.from_pretrained(base, tmp_path / "out")
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "out")
     assert (loaded(TOKENS).logits - expected).abs().max() < 1e-4
     assert (loaded.merge_and_unload()(TOKENS).logits - expected).abs().max() < 1e-4
     plain = weft.from_hf(str(tmp_path / "base"))
@@ -75,7 +76,7 @@ def test_a_lora_run_is_exported(in_process: Callable[..., Output], tmp_path: Pat
         "optim: {lr: 0.01, warmup: 0}\ncluster: {devices_per_node: 1}\n"
     )
     for steps in ("2", "3"):
-        done = in_process(tmp_path, "train", "job.yaml", f"train.steps={steps}")
+        done = command.weft(tmp_path, "train", "job.yaml", f"train.steps={steps}")
         assert done.code == 0, done.err
     assert "4.48k in adapters" in in_process(tmp_path, "plan", "job.yaml").out
     for to in ("peft", "hf"):
@@ -88,7 +89,7 @@ def test_a_lora_run_is_exported(in_process: Callable[..., Output], tmp_path: Pat
     with torch.no_grad():
         base = transformers.AutoModelForCausalLM.from_pretrained(STORIES)
         before = base(tokens).logits
-        adapted = PeftModel.from_pretrained(base, run / "peft")(tokens).logits
+        adapted = peft.PeftModel.from_pretrained(base, run / "peft")(tokens).logits
         whole = transformers.AutoModelForCausalLM.from_pretrained(run / "hf")(tokens).logits
     assert (adapted - before).abs().max() > 1e-2
     assert (adapted - whole).abs().max() < 1e-4

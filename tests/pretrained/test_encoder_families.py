@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from helpers.published import VOCAB, save_random
+from helpers.published import VOCAB, save_random, transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

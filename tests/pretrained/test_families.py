@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from helpers import parity
-from helpers.published import CONFIGS, ENCODERS, VOCAB, save_random
+from helpers.published import CONFIGS, ENCODERS, VOCAB, save_random, transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

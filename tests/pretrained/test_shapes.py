@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from helpers.published import save_config
+from helpers.lazy_module import LazyModule
+from helpers.published import save_config, transformers
 from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import weft
 from weft.job.errors import JobError
 from weft.pretrained.config import read_fields
 from weft.pretrained.quantized import expand_mxfp4
 
+mxfp4: Any = LazyModule("transformers.integrations.mxfp4")
 SIZES: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 36, "intermediate_size": 44, "num_hidden_layers": 3, "num_attention_heads": 6,
     "num_key_value_heads": 1, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
@@ -99,7 +99,7 @@ def test_mxfp4(tmp_path: Path) -> None:
         blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8, generator=random)
         scales = torch.randint(118, 126, (experts, outputs, inputs // 32), dtype=torch.uint8, generator=random)
         packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        tensors[name] = convert_moe_packed_tensors(blocks, scales).float()
+        tensors[name] = mxfp4.convert_moe_packed_tensors(blocks, scales).float()
         assert torch.equal(expand_mxfp4(blocks, scales), tensors[name])
     save_file(tensors, tmp_path / "plain" / "model.safetensors")
     folder = tmp_path / "packed"

@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers import published_ranks
 from helpers.command import Output
+from helpers.command import weft as forked_command
 
 import weft
 from weft.job.load import load_job
@@ -100,28 +101,16 @@ def test_known_text_under_tensor_parallelism(world: Any, tmp_path: Path) -> None
     assert ids == [expected, expected]
 
 
-def test_training_continues_from_an_imported_run(command: Weft) -> None:
+def test_training_continues_from_an_imported_run(command: Weft, tmp_path: Path) -> None:
     """The first loss of an imported run is that of a trained model, and it resumes from its own checkpoints."""
     command("import", str(STORIES), "--name", "stories")
     assert load_job("runs/stories/job.yaml").model.pretrained == "runs/stories/pretrained"
-    changes = [
-        "data.seq_len=32",
-        "train.global_batch=2",
-        "checkpoint.every=2",
-        "data.source=synthetic",
-        "cluster.device=cpu",
-    ]
+    changes = (
+        "data.seq_len=32", "train.global_batch=2", "checkpoint.every=2", "data.source=synthetic", "cluster.device=cpu",
+    )  # fmt: skip
     for steps in (2, 3):
-        command(
-            "train",
-            "runs/stories/job.yaml",
-            f"train.steps={steps}",
-            *changes,
-            "cluster.device=cpu",
-            "--no-resilient",
-            "-n",
-            "1",
-        )
+        words = ("runs/stories/job.yaml", f"train.steps={steps}", *changes, "--no-resilient", "-n", "1")
+        assert forked_command(tmp_path, "train", *words).code == 0
     records = [json.loads(line) for line in Path("runs/stories/metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records] == [1, 2, 3]
     events = [json.loads(line) for line in Path("runs/stories/events.jsonl").read_text().splitlines()]

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.command import ENV, Output, python
+from helpers.forked_python import Popen
 
 from weft.job.run_folder import RunDir
 from weft.watch.logs import setup
@@ -22,15 +24,17 @@ log.debug("a detail"); log.info("some news"); log.warning("a worry: %d %%", 3)
 """
 
 
-def say(path: Path, rank: int) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", SAY, str(path), str(rank)], capture_output=True, text=True, check=True)
+def say(path: Path, rank: int) -> Output:
+    done = python(path, "-c", SAY, str(path), str(rank))
+    assert done.code == 0, done.err
+    return done
 
 
 def test_rank_0_prints_info_and_every_rank_prints_warnings(tmp_path: Path) -> None:
     first, third = say(tmp_path, 0), say(tmp_path, 3)
-    assert first.stdout == third.stdout == ""
-    assert first.stderr == "some news\n[rank 0 dp_shard1 tp0] WARNING: a worry: 3 %\n"
-    assert third.stderr == "[rank 3 dp_shard1 tp0] WARNING: a worry: 3 %\n"
+    assert first.out == third.out == ""
+    assert first.err == "some news\n[rank 0 dp_shard1 tp0] WARNING: a worry: 3 %\n"
+    assert third.err == "[rank 3 dp_shard1 tp0] WARNING: a worry: 3 %\n"
 
 
 def test_each_rank_has_a_full_file_that_grows(tmp_path: Path) -> None:
@@ -61,7 +65,8 @@ def test_only_the_weft_logger_is_touched(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_closed_console_does_not_stop_a_rank(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
-    out = subprocess.run([sys.executable, "-c", SAY + "print('alive')", str(tmp_path), "0"], stdout=-1, stderr=write)
-    os.close(write)
-    assert out.stdout == b"alive\n"
+    command = [sys.executable, "-c", SAY + "print('alive')", str(tmp_path), "0"]
+    with Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=write) as process:
+        os.close(write)
+        assert process.communicate()[0] == b"alive\n"
     assert "a worry" in (tmp_path / "logs" / "rank-0.log").read_text()

@@ -33,6 +33,25 @@ COMBINE: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+class MessageFormat:
+    """How tensors are sent while they are summed: as they are, or encoded (compression/encoded_rounds.py)."""
+
+    def pack(self, x: Tensor) -> Tensor:
+        """The message of a tensor."""
+        return x
+
+    def buffer(self, x: Tensor) -> Tensor:
+        """Where the message of a tensor of this shape is received."""
+        return torch.empty_like(x)
+
+    def combine(self, x: Tensor, received: Tensor, op: Op) -> None:
+        """Reduce a received message into x."""
+        x.copy_(COMBINE[op](x, received))
+
+
+PLAIN = MessageFormat()
+
+
 class RunningRounds:
     """Running generators; wait() runs them to their end."""
 
@@ -60,19 +79,28 @@ def cut(flat: Tensor, parts: int) -> list[Tensor]:
     return [flat[i * count // parts : (i + 1) * count // parts] for i in range(parts)]
 
 
-def _exchange(axis: Axis, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Exchange:
+def cut_chunks(flat: Tensor, chunks: int | None = None) -> list[Tensor]:
+    """The chunks in which a tensor is sent; by default a number by its size."""
+    if chunks is None:
+        chunks = min(MAX_CHUNKS, max(1, flat.numel() * flat.element_size() // CHUNK_BYTES))
+    return [part for part in cut(flat, chunks) if part.numel()]
+
+
+def start_round(axis: Axis, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Exchange:
     """One round; empty tensors are not sent."""
     return axis.start_exchange([(to, t) for to, t in sends if t.numel()], [(of, t) for of, t in receives if t.numel()])
 
 
-def ring_reduce_scatter(axis: Axis, shards: list[Tensor], op: Op, members: Sequence[int]) -> Rounds:
+def ring_reduce_scatter(
+    axis: Axis, shards: list[Tensor], op: Op, members: Sequence[int], messages: MessageFormat = PLAIN
+) -> Rounds:
     """Member i ends with the whole sum of shards[i]; its other shards hold sums of some members."""
     n, me = len(members), members.index(axis.rank)
     for step in range(n - 1):
         mine, theirs = ring_places(me, step, n)
-        received = torch.empty_like(shards[theirs])
-        yield _exchange(axis, [(members[(me + 1) % n], shards[mine])], [(members[(me - 1) % n], received)])
-        shards[theirs].copy_(COMBINE[op](shards[theirs], received))
+        packed, received = messages.pack(shards[mine]), messages.buffer(shards[theirs])
+        yield start_round(axis, [(members[(me + 1) % n], packed)], [(members[(me - 1) % n], received)])
+        messages.combine(shards[theirs], received, op)
 
 
 def ring_all_gather(axis: Axis, shards: list[Tensor], members: Sequence[int]) -> Rounds:
@@ -80,7 +108,7 @@ def ring_all_gather(axis: Axis, shards: list[Tensor], members: Sequence[int]) ->
     n, me = len(members), members.index(axis.rank)
     for step in range(n - 1):
         mine, theirs = ring_places(me + 1, step, n)
-        yield _exchange(axis, [(members[(me + 1) % n], shards[mine])], [(members[(me - 1) % n], shards[theirs])])
+        yield start_round(axis, [(members[(me + 1) % n], shards[mine])], [(members[(me - 1) % n], shards[theirs])])
 
 
 def ring_places(me: int, step: int, n: int) -> tuple[int, int]:
@@ -114,12 +142,12 @@ def _halving(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds
         kept, given = halves[upper], halves[not upper]
         other = members[me ^ (high - middle)]
         received = torch.empty_like(kept)
-        yield _exchange(axis, [(other, given)], [(other, received)])
+        yield start_round(axis, [(other, given)], [(other, received)])
         kept.copy_(COMBINE[op](kept, received))
         passed.append((other, kept, given))
         low, high = (middle, high) if upper else (low, middle)
     for other, kept, given in reversed(passed):
-        yield _exchange(axis, [(other, kept)], [(other, given)])
+        yield start_round(axis, [(other, kept)], [(other, given)])
 
 
 def doubling(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
@@ -133,7 +161,7 @@ def _doubling(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Round
     while distance < len(members):
         other = members[me ^ distance]
         received = torch.empty_like(flat)
-        yield _exchange(axis, [(other, flat)], [(other, received)])
+        yield start_round(axis, [(other, flat)], [(other, received)])
         flat.copy_(COMBINE[op](flat, received))
         distance *= 2
 
@@ -144,18 +172,18 @@ def tree(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
     yield from tree_broadcast(axis, flat, members)
 
 
-def tree_reduce(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds:
+def tree_reduce(axis: Axis, flat: Tensor, op: Op, members: Sequence[int], messages: MessageFormat = PLAIN) -> Rounds:
     """The first member ends with the sum; the others with sums of some members."""
     n, me, distance = len(members), members.index(axis.rank), 1
     while distance < n:
         if me % (2 * distance) == distance:
-            yield _exchange(axis, [(members[me - distance], flat)], [])
+            yield start_round(axis, [(members[me - distance], messages.pack(flat))], [])
         elif me % (2 * distance) == 0 and me + distance < n:
-            received = torch.empty_like(flat)
-            yield _exchange(axis, [], [(members[me + distance], received)])
-            flat.copy_(COMBINE[op](flat, received))
+            received = messages.buffer(flat)
+            yield start_round(axis, [], [(members[me + distance], received)])
+            messages.combine(flat, received, op)
         else:
-            yield _exchange(axis, [], [])
+            yield start_round(axis, [], [])
         distance *= 2
 
 
@@ -164,9 +192,9 @@ def tree_broadcast(axis: Axis, flat: Tensor, members: Sequence[int]) -> Rounds:
     n, me = len(members), members.index(axis.rank)
     for distance in (1 << i for i in reversed(range((n - 1).bit_length()))):
         if me % (2 * distance) == distance:
-            yield _exchange(axis, [], [(members[me - distance], flat)])
+            yield start_round(axis, [], [(members[me - distance], flat)])
         elif me % (2 * distance) == 0 and me + distance < n:
-            yield _exchange(axis, [(members[me + distance], flat)], [])
+            yield start_round(axis, [(members[me + distance], flat)], [])
 
 
 def hierarchical(axis: Axis, flat: Tensor, op: Op, members: Sequence[int], near: int) -> Rounds:
@@ -193,19 +221,19 @@ def _with_extra_ranks(
     me = members.index(axis.rank)
     if me >= core:
         other = members[me - core]
-        yield _exchange(axis, [(other, flat)], [])
-        yield _exchange(axis, [], [(other, flat)])
+        yield start_round(axis, [(other, flat)], [])
+        yield start_round(axis, [], [(other, flat)])
         return
     served = me + core < len(members)
     if served:
         received = torch.empty_like(flat)
-        yield _exchange(axis, [], [(members[me + core], received)])
+        yield start_round(axis, [], [(members[me + core], received)])
         flat.copy_(COMBINE[op](flat, received))
     elif core < len(members):
-        yield _exchange(axis, [], [])
+        yield start_round(axis, [], [])
     yield from algorithm(axis, flat, op, members[:core])
     if served:
-        yield _exchange(axis, [(members[me + core], flat)], [])
+        yield start_round(axis, [(members[me + core], flat)], [])
 
 
 ALGORITHMS = ("native", "ring", "halving", "doubling", "tree", "hierarchical")
@@ -224,9 +252,7 @@ def start_all_reduce(
         return axis.start_all_reduce(tensor)
     held = tensor.detach().contiguous()
     flat, members = held.view(-1), range(axis.size)
-    if chunks is None:
-        chunks = min(MAX_CHUNKS, max(1, flat.numel() * flat.element_size() // CHUNK_BYTES))
-    parts = [part for part in cut(flat, chunks) if part.numel()] if axis.size > 1 else []
+    parts = cut_chunks(flat, chunks) if axis.size > 1 else []
     if algorithm == "hierarchical":
         rounds = [hierarchical(axis, part, op, members, near) for part in parts]
     else:

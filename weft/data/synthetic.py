@@ -17,6 +17,8 @@ SYNTHETIC_SIDE = 224
 MAX_BAG = 4
 """Ids in a bag of a table with pooling mean."""
 _TEACHER_WIDTH = 64
+_CAPTIONS, _SQUARES, _WORDS = 128, 4, 6
+"""Distinct captions, squares on a side of their patterns, and words of each."""
 _VAL, _TEACHER = 1 << 62, 1 << 63
 
 
@@ -26,9 +28,13 @@ def open_synthetic(job: Job) -> SyntheticDataset:
     if model.is_stack:
         return Regression(seed, _given(model.dim, "dim"))
     if model.is_classifier:
-        return Images(seed, job.data.seq_len, model.patch_dim, _given(model.vocab, "vocab"))
+        classes = _given(model.vocab, "vocab")
+        return Images(seed, job.data.seq_len, model.patch_dim, classes, bool(model.class_token))
     if model.tables:
         return Interactions(seed, model)
+    if model.towers:
+        args, length = model.args, job.data.seq_len
+        return Captions(seed, (args["channels"], args["side"], args["side"]), int(args["vocab"]), length)
     if model.module and (model.family or job.data.images is not None):
         options = job.data.images or ImageData()
         classes = int(model.args.get("classes") or _given(model.vocab, "vocab"))
@@ -152,15 +158,40 @@ class Interactions(SyntheticDataset):
         return {**sample, "targets": np.asarray(score > 0, np.float32), "valid": np.ones((), dtype=np.bool_)}
 
 
+class Captions(SyntheticDataset):
+    """Images of noise added to a pattern of squares, and the words of the pattern; they end with the last token."""
+
+    def __init__(self, seed: int, shape: tuple[int, int, int], vocab: int, length: int) -> None:
+        super().__init__(seed)
+        teacher = self._random(_TEACHER)
+        self._shape, side = shape, min(_SQUARES, shape[1])
+        self._patterns = teacher.standard_normal((_CAPTIONS, shape[0], side, side), dtype=np.float32)
+        words = teacher.integers(0, max(1, vocab - 1), size=(_CAPTIONS, min(_WORDS, length - 1)), dtype=np.int64)
+        ends = np.full((_CAPTIONS, length - words.shape[1]), vocab - 1, dtype=np.int64)
+        self._texts = np.concatenate([words, ends], axis=1)
+
+    def _sample(self, random: np.random.Generator) -> dict[str, np.ndarray]:
+        target = random.integers(0, _CAPTIONS, dtype=np.int64)
+        pattern = self._patterns[target]
+        places = np.arange(self._shape[1]) * pattern.shape[1] // self._shape[1]
+        image = random.standard_normal(self._shape, dtype=np.float32) + pattern[:, places][:, :, places]
+        return {
+            "inputs/image": image, "inputs/text": self._texts[target], "targets": np.asarray(target),
+            "valid": np.ones((), dtype=np.bool_),
+        }  # fmt: skip
+
+
 class Images(SyntheticDataset):
     """Patches of noise added to a pattern of the class."""
 
-    def __init__(self, seed: int, patches: int, patch_dim: int, classes: int) -> None:
+    def __init__(self, seed: int, patches: int, patch_dim: int, classes: int, class_token: bool = False) -> None:
         super().__init__(seed)
+        self._first = int(class_token)
         self._shape = (patches, patch_dim)
         self._patterns = self._random(_TEACHER).standard_normal((classes, patch_dim), dtype=np.float32)
 
     def _sample(self, random: np.random.Generator) -> dict[str, np.ndarray]:
         target = random.integers(0, len(self._patterns), dtype=np.int64)
         inputs = random.standard_normal(self._shape, dtype=np.float32) + self._patterns[target]
+        inputs[: self._first] = 0
         return {"inputs": inputs, "targets": np.asarray(target), "valid": np.ones((), dtype=np.bool_)}

@@ -51,7 +51,7 @@ def open_user_dataset(job: Job) -> UserDataset:
         inner = make(data)
     except Exception as error:
         raise _user_code_error(data.source, "calling it with the data section", error) from error
-    return UserDataset(inner, data.source, job.model)
+    return UserDataset(inner, data.source, job.model, bool(data.tasks))
 
 
 def _user_code_error(source: str, doing: str, error: Exception) -> JobError:
@@ -62,7 +62,7 @@ def _user_code_error(source: str, doing: str, error: Exception) -> JobError:
 class UserDataset:
     """A user's dataset with checked lengths and samples: arrays, always with `valid`."""
 
-    def __init__(self, inner: Any, source: str, model: Model) -> None:
+    def __init__(self, inner: Any, source: str, model: Model, several: bool = False) -> None:
         self._inner, self._source = inner, source
         given = model.vocab if model.module or model.takes_tokens or model.is_classifier else None
         self._vocab = given
@@ -70,11 +70,11 @@ class UserDataset:
         self._labels = model.classes
         """Integer targets must be below it instead, where the model gives labels."""
         self._tokens, self._classes = model.takes_tokens, model.takes_tokens or model.is_classifier
-        self._plain, self._several = not model.module, isinstance(model.loss, dict)
+        self._plain, self._several = not model.module, several or isinstance(model.loss, dict)
         self._rows = {key: (table.name, table.rows) for table in model.tables for key in table.keys}
         """By key of a sample with ids: the table and its number of rows."""
         self._patch_dim = model.patch_dim if model.is_classifier else None
-        self._patch = (model.patch or 4, model.channels or 3)
+        self._model = model
         self.train_len = self._length("train_len", least=1)
         self.val_len = self._length("val_len", least=0)
         for name in ("train", "val"):
@@ -187,10 +187,10 @@ class UserDataset:
 
     def _patches(self, inputs: np.ndarray, where: str) -> np.ndarray:
         """The patches of an image; patches stay as they are."""
-        patch, channels = self._patch
+        patch, channels = self._model.patch or 4, self._model.channels or 3
         if inputs.ndim == 3:
             try:
-                return image_patches(inputs, patch, channels)
+                return image_patches(inputs, self._model)
             except ValueError as error:
                 raise self._refuse(f"gave an image for {where} that {error}") from None
         if inputs.ndim != 2 or inputs.shape[-1] != self._patch_dim:
@@ -198,7 +198,7 @@ class UserDataset:
                 f"gave inputs of shape {list(inputs.shape)} for {where}; the model takes [{channels}, height, width], "
                 f"or [patches, {self._patch_dim}] with model.patch={patch} and model.channels={channels}"
             )
-        return inputs
+        return _with_token_row(inputs) if self._model.class_token and len(inputs) + 1 == self._model.max_len else inputs
 
     def _check_range(self, values: np.ndarray, key: str, sample: str) -> None:
         """Refuse integers outside the vocabulary, which would train the wrong thing or index out of bounds."""
@@ -220,15 +220,27 @@ class UserDataset:
         return JobError(f"data.source {self._source}: the {type(self._inner).__name__} it returned {what}")
 
 
-def image_patches(image: np.ndarray, patch: int, channels: int) -> np.ndarray:
-    """The patches of an image [channels, height, width], row by row, each flattened: [patches, values]."""
+def image_patches(image: np.ndarray, model: Model) -> np.ndarray:
+    """The patches of an image [channels, height, width], row by row, each flattened: [patches, values]. With a class
+    token, the first row is zeros."""
     depth, height, width = image.shape
+    patch, channels = model.patch or 4, model.channels or 3
     if depth != channels:
         raise ValueError(f"has {depth} channels where model.channels={channels}; write model.channels={depth}")
+    if model.image is not None:
+        if (height, width) != model.image:
+            raise ValueError(f"has {height} × {width} pixels, and the model takes {model.image[0]} × {model.image[1]}")
+        height, width = height // patch * patch, width // patch * patch
+        image = image[:, :height, :width]
     if height % patch or width % patch:
         raise ValueError(f"has {height} × {width} pixels, which patches of model.patch={patch} do not divide")
     rows = image.reshape(depth, height // patch, patch, width // patch, patch).transpose(1, 3, 0, 2, 4)
-    return np.ascontiguousarray(rows.reshape(-1, depth * patch * patch))
+    patches = np.ascontiguousarray(rows.reshape(-1, depth * patch * patch))
+    return _with_token_row(patches) if model.class_token else patches
+
+
+def _with_token_row(patches: np.ndarray) -> np.ndarray:
+    return np.concatenate((np.zeros_like(patches[:1]), patches))
 
 
 def _has_parameter(function: Callable[..., Any], name: str) -> bool:

@@ -17,7 +17,8 @@ class Comm(Section):
     """auto is nccl if each rank has its own GPU, mpi on CPUs if mpirun started the ranks, and gloo otherwise."""
     allreduce: Literal["auto", "native", "ring", "tree", "hierarchical"] = "auto"
     """Algorithm of the gradient all-reduce between replicas: the backend's own (native, the same as auto), ring, tree,
-    or hierarchical (first inside each node, then between nodes)."""
+    or hierarchical (first inside each node, then between nodes). They work with compression fp16, bf16, int8, int4 and
+    onebit, which then encode every message."""
     compression: str = "none"
     """Gradient compression between data-parallel ranks: none, rounding (fp16, bf16, int8, int4), the largest elements
     (topk:0.01 sends this fraction, threshold:3 those above this multiple of their root mean square), low-rank matrices

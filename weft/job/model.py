@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from weft.job.model_parts.attention_settings import Latent, RopeScaling
+from weft.job.model_parts.encoder_towers import TowerName, TowerShape
 from weft.job.model_parts.expert_settings import Experts
 from weft.job.model_parts.lora import Lora
 from weft.job.model_parts.named_loss import NamedLoss, check_loss
@@ -16,6 +17,7 @@ from weft.job.model_parts.tables import EmbeddingTable, TableOptim
 from weft.job.registry import NameIn, Registry
 from weft.job.section import Section
 
+Pixels = Annotated[int, Field(ge=1, le=65_536)]
 Structure = Literal["decoder", "encoder", "encoder_decoder", "classifier", "stack", "module"]
 
 
@@ -42,11 +44,14 @@ class Family:
     """Of a module: `module:function` that takes the sections model and data and returns the constructor's arguments."""
     has_tables: bool = False
     """Whether it has embedding tables (model.tables)."""
+    has_towers: bool = False
+    """Whether it has several encoders (model.towers)."""
 
     @property
     def needed(self) -> tuple[str, ...]:
         """Fields that a job or a shape must give."""
-        needed = {"stack": ("dim", "layers"), "module": ("tables",) if self.has_tables else ("layers",)}
+        parts = ("tables",) if self.has_tables else ("towers",) if self.has_towers else ("layers",)
+        needed = {"stack": ("dim", "layers"), "module": parts}
         return needed.get(self.structure, ("dim", "layers", "heads"))
 
 
@@ -86,15 +91,22 @@ class Model(Section):
     each rank's own samples."""
     family: Annotated[str, NameIn(FAMILIES)] | None = None
     """gpt2 and llama (decoder-only), bert (encoder-only), t5 (encoder-decoder), vit (an encoder of image patches),
-    resnet (convolutions), dlrm and two_tower (recommenders), mlp (the deep MLP of the lessons)."""
+    resnet (convolutions), clip (an image and a text encoder), dlrm and two_tower (recommenders), mlp (the deep MLP of
+    the lessons)."""
     dim: int | None = Field(None, ge=1, le=2**20)
-    """Width of the residual stream."""
+    """Width of the residual stream; for clip, of the vectors that are compared."""
     layers: int | None = Field(None, ge=1, le=10_000)
     """Number of blocks, for t5 of encoder and decoder together; for mlp, of square layers."""
     encoder_layers: int | None = Field(None, ge=1, le=10_000)
     """Blocks of the encoder (t5); the others are the decoder's. Default: half of layers."""
     patch: int | None = Field(None, ge=1, le=4096)
     """Side of an image patch in pixels (vit). Default: 4."""
+    image: tuple[Pixels, Pixels] | None = None
+    """Height and width of an image in pixels (vit); what is left of them after the last whole patch is cut off.
+    Default: any that patches divide."""
+    class_token: bool | None = None
+    """Put a learned token before the patches of an image and classify by it, not by their mean (vit); data.seq_len
+    counts it. Default: false, or as a checkpoint has it."""
     channels: int | None = Field(None, ge=1, le=4096)
     """Colours of an image (vit, resnet). Default: 3."""
     heads: int | None = Field(None, ge=1, le=65_536)
@@ -110,7 +122,8 @@ class Model(Section):
     """Vocabulary size; for vit and resnet, the number of classes. Default: the tokenizer's; for bert one more if it has
     no mask token."""
     classes: int | None = Field(None, ge=2, le=2**27)
-    """Labels of sequence classification (bert). Default: none, which trains a masked language model."""
+    """Labels of sequence classification (bert; none trains a masked language model), or new labels of a published vit
+    instead of its own."""
     token_types: int | None = Field(None, ge=1, le=2**20)
     """Kinds of tokens with a learned embedding each, such as first and second sentence (bert)."""
     max_len: int | None = Field(None, ge=1, le=2**31)
@@ -146,10 +159,12 @@ class Model(Section):
     """Scale of the attention scores. Default: 1 / √head_dim."""
     embedding_scale: float | None = Field(None, gt=0)
     """Factor on the token embedding. Default: 1."""
-    activation: Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu", "swiglu_clamped"] | None = None
-    """Activation of the feed-forward layer: gelu (tanh approximation), gelu_exact, relu, or a product of two linear
-    layers of which one goes through SiLU (swiglu) or GELU (geglu). swiglu_clamped limits both and adds 1 to the
-    other."""
+    activation: (
+        Literal["gelu", "gelu_exact", "quick_gelu", "relu", "silu", "swiglu", "geglu", "swiglu_clamped"] | None
+    ) = None
+    """Activation of the feed-forward layer: gelu (tanh approximation), gelu_exact, quick_gelu (x · sigmoid(1.702 x)),
+    relu, silu, or a product of two linear layers of which one goes through SiLU (swiglu) or GELU (geglu).
+    swiglu_clamped limits both and adds 1 to the other."""
     swiglu_limit: float | None = Field(None, gt=0)
     """Largest value of the gate, and of the size of the other layer's values (swiglu_clamped). Default: 7."""
     swiglu_alpha: float | None = Field(None, gt=0)
@@ -189,6 +204,9 @@ class Model(Section):
     """Widths of the hidden layers below the interaction (dlrm: of dense features; two_tower: of each tower)."""
     top: tuple[int, ...] = ()
     """Widths of the hidden layers above the interaction (dlrm)."""
+    towers: dict[TowerName, TowerShape] = Field(default_factory=dict)
+    """Encoders of a model with several (clip), such as {image: {dim: 768, layers: 12, heads: 12, patch: 32}, text:
+    {dim: 512, layers: 12, heads: 8}}."""
     lora: Lora | None = None
     """Train low-rank adapters of the linear layers, and freeze the model's own weights."""
 
@@ -275,6 +293,11 @@ class Model(Section):
     def labels_samples(self) -> bool:
         """Whether it gives one label a sample, not one a token."""
         return self.is_classifier or self.classes is not None
+
+    @property
+    def has_head_bias(self) -> bool:
+        """Whether the head has a bias."""
+        return self.is_encoder or bool(self.class_token)
 
     @property
     def outputs(self) -> int:

@@ -22,6 +22,7 @@ from weft.job.launch.settings import (
 from weft.job.memory import Memory
 from weft.job.model import Model
 from weft.job.model_parts.attention_settings import Latent, RopeScaling
+from weft.job.model_parts.encoder_towers import TowerShape
 from weft.job.model_parts.expert_settings import Experts
 from weft.job.model_parts.tables import EmbeddingTable, TableOptim
 from weft.job.optim import Optim
@@ -62,6 +63,7 @@ __all__ = [
     "Sync",
     "TableOptim",
     "TopologyLevel",
+    "TowerShape",
     "TracedSteps",
     "Train",
     "Watch",

@@ -52,6 +52,10 @@ class Section(BaseModel, metaclass=_JobErrors):
         except ValidationError as error:
             raise JobError(describe_errors(error, cls, cls.job_type)) from None
 
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """Itself, as it is frozen: pydantic copies defaults, which took most of the time of reading a job."""
+        return self
+
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """The schema with each field's docstring as its description; reading sources at import would be slow."""

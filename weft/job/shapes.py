@@ -44,6 +44,26 @@ SHAPES: dict[str, dict[str, Any]] = {
     "resnet-18": dict(family="resnet", layers=18, vocab=1000),
     "resnet-50": dict(family="resnet", layers=50, vocab=1000),
     "resnet-101": dict(family="resnet", layers=101, vocab=1000),
+    "clip-tiny": dict(
+        family="clip", dim=32, towers=dict(
+            image=dict(dim=64, layers=2, heads=4, patch=8), text=dict(dim=48, layers=2, heads=4)
+        ),
+    ),
+    "clip-vit-b32": dict(
+        family="clip", dim=512, vocab=49408, max_len=77, towers=dict(
+            image=dict(dim=768, layers=12, heads=12, patch=32), text=dict(dim=512, layers=12, heads=8)
+        ),
+    ),
+    "clip-vit-b16": dict(
+        family="clip", dim=512, vocab=49408, max_len=77, towers=dict(
+            image=dict(dim=768, layers=12, heads=12, patch=16), text=dict(dim=512, layers=12, heads=8)
+        ),
+    ),
+    "clip-vit-l14": dict(
+        family="clip", dim=768, vocab=49408, max_len=77, towers=dict(
+            image=dict(dim=1024, layers=24, heads=16, patch=14), text=dict(dim=768, layers=12, heads=12)
+        ),
+    ),
     "moe-tiny": dict(
         family="llama", dim=64, layers=4, heads=4, kv_heads=2, ffn=192,
         experts=dict(count=8, top_k=2, ffn=96, router="sigmoid", scale=2.0, balance="bias", bias_rate=0.01),
@@ -97,19 +117,30 @@ def _with_pretrained(job: Job, name: str) -> Job:
     if "experts" in given and "experts" in fields:  # such as experts.balance, which only training uses
         fields["experts"] = {**fields["experts"], **given["experts"]}
     kept = {"pretrained": name, "dropout": job.model.dropout or 0.0, "lora": given.get("lora")}
-    if "classes" in given:
+    if "classes" in given and fields["family"] == "vit":
+        kept["vocab"] = given["classes"]
+    elif "classes" in given:
         kept |= {"classes": given["classes"], "tied": False}
     model = Model.model_validate(fields | kept)
     data = job.data
     if "tokenizer" not in data.model_fields_set:
         tokenizer = find_object("weft.pretrained.config:tokenizer_path", "model.pretrained")(name)
         data = data.model_copy(update={"tokenizer": tokenizer or data.tokenizer})
+    if model.is_classifier and "seq_len" not in data.model_fields_set:
+        data = data.model_copy(update={"seq_len": model.max_len})
     return job.model_copy(update={"model": model, "data": data})
+
+
+MISSING = {
+    "tables": "such as tables: [{name: user, rows: 1000}]",
+    "towers": "or name a model.shape such as clip-tiny or clip-vit-b32",
+}
+"""What to give where a needed field is missing."""
 
 
 def _resolve_model(model: Model, data: Data) -> Model:
     given = model.model_dump(exclude_none=True, exclude={"shape", "args", "loss"})
-    own = {"tables", "table_optim", "dense_features", "bottom", "top"}  # with defaults of their own, not None
+    own = {"tables", "table_optim", "dense_features", "bottom", "top", "towers"}  # with defaults of their own, not None
     given = {name: value for name, value in given.items() if name not in own or name in model.model_fields_set}
     if model.loss != "auto":
         given["loss"] = model.loss
@@ -127,10 +158,11 @@ def _resolve_model(model: Model, data: Data) -> Model:
     if model.tables and not family.has_tables:
         with_tables = listed(each.name for each in FAMILIES if each.has_tables)
         raise JobError(f"model.tables has no effect on model.family={family.name}; family={with_tables} would work")
+    if model.towers and not family.has_towers:
+        raise JobError(f"model.towers has no effect on model.family={family.name}; family=clip would work")
     for name in family.needed:
-        if fields.get(name) in (None, ()):
-            hint = "such as tables: [{name: user, rows: 1000}]" if name == "tables" else (
-                "or name a model.shape such as tiny or llama-1b")  # fmt: skip
+        if not fields.get(name):
+            hint = MISSING.get(name, "or name a model.shape such as tiny or llama-1b")
             raise JobError(f"model.{name} is missing; give it, {hint}")
     if family.structure == "module":
         return _module_of(family, Model.model_validate({**model.model_dump(exclude_none=True), **fields}), data)
@@ -169,7 +201,7 @@ def _fill_transformer(fields: dict[str, Any], data: Data) -> None:
         if (width := dict(latent).get("v_dim", 128)) > fields["head_dim"]:
             raise JobError(f"model.latent.v_dim={width} is larger than model.head_dim={fields['head_dim']}")
     if "ffn" not in fields:
-        plain = fields["activation"] in ("gelu", "relu") or structure == "encoder"
+        plain = fields["activation"] in ("gelu", "quick_gelu", "relu", "silu") or structure == "encoder"
         fields["ffn"] = 4 * dim if plain else -(-8 * dim // (3 * 64)) * 64
     if structure == "encoder_decoder":
         _fill_encoder_decoder(fields)
@@ -178,6 +210,8 @@ def _fill_transformer(fields: dict[str, Any], data: Data) -> None:
         fields["experts"] = {"ffn": fields["ffn"], **usual, **fields["experts"]}
     if structure == "classifier":
         fields.setdefault("vocab", 10)
+    elif used := next((name for name in ("class_token", "image") if fields.get(name)), None):
+        raise JobError(f"model.{used} is for model.family=vit, and it is {fields['family']}; leave it out")
     if fields.get("classes") is not None:
         if structure != "encoder":
             raise JobError(f"model.classes are labels of bert, and model.family is {fields['family']}; leave it out")
@@ -220,11 +254,18 @@ def _shape(name: str | None) -> dict[str, Any]:
     raise JobError(f"model.shape={name!r} is not known; {hint}")
 
 
+def first_source(data: Data) -> Path:
+    """The path of the data, of the first source of a mixture, or of the first token store of a growing source."""
+    source = Path(data.mixture[0].source if data.mixture else data.source)
+    stores = sorted(source.glob(f"*/{META}")) if data.growing and data.format is None else []
+    return stores[0].parent if stores else source
+
+
 def data_mask_token(data: Data) -> int | None:
     """The mask token of the data's tokenizer, or data.mask_token; None if there is none."""
     if data.mask_token is not None:
         return data.mask_token
-    source = Path(data.mixture[0].source if data.mixture else data.source)
+    source = first_source(data)
     if (source / META).is_file():
         return mask_token(source) if (source / TOKENIZER).is_file() else None
     return mask_token(data.tokenizer)
@@ -235,6 +276,6 @@ def data_vocab(data: Data) -> int | None:
     sources = [each.source for each in data.mixture] or [data.source]
     if sources[0] == "synthetic" or (":" in sources[0] and not data.format):
         return None
-    if (Path(sources[0]) / META).is_file():
-        return read_meta(Path(sources[0])).vocab
+    if (first_source(data) / META).is_file():
+        return read_meta(first_source(data)).vocab
     return 256 if data.tokenizer == "bytes" else tokenizer_vocab(data.tokenizer)

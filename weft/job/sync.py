@@ -9,10 +9,11 @@ from pydantic import Field, model_validator
 
 from weft.job.section import Section
 
-Mode = Literal["step", "local", "diloco", "server", "federated"]
+Mode = Literal["step", "predict", "local", "diloco", "server", "federated"]
 
 MODES: dict[str, str] = {
     "step": "step",
+    "predict": "predict",
     "local": "local:8",
     "diloco": "diloco:50",
     "server": "server:async or server:sync",
@@ -69,7 +70,8 @@ class Sync(Section):
     """How and how often data-parallel ranks synchronise."""
 
     mode: Mode = "step"
-    """step (sum gradients in every step), local (local SGD: replicas train independently and average their weights
+    """step (sum gradients in every step), predict (the sum arrives one step late, and until then a linear extrapolation
+    of the last two stands in for it), local (local SGD: replicas train independently and average their weights
     periodically), diloco (the same with an outer optimizer), server (workers push gradients to a parameter server and
     pull weights) or federated (clients train on private data, and their updates are averaged)."""
     every: int | None = Field(None, ge=1, le=10**9)

@@ -11,7 +11,9 @@ from weft.job.registry import did_you_mean, listed
 from weft.job.section import Section, limits
 from weft.job.sync import Sync
 
-METRICS = ("accuracy", "top5", "hit_rate", "auc", "bleu", "perplexity")
+RETRIEVAL_METRICS = ("recall_at_1", "zero_shot")
+"""Metrics of two towers, from the vectors of all held-out samples (weft/models/user/retrieval.py)."""
+METRICS = ("accuracy", "top5", "hit_rate", "auc", "bleu", "perplexity", *RETRIEVAL_METRICS)
 """Metrics that a job may name (weft/models/user/eval_metrics.py)."""
 
 
@@ -94,8 +96,8 @@ class Train(Section):
     """Global batches per evaluation, at most those of the held-out data."""
     metrics: list[str] = Field(default_factory=list)
     """Metrics of an evaluation beside the loss, written as val_NAME: accuracy, top5, hit_rate, auc, bleu, perplexity,
-    or your own package.module:function of (outputs, targets) that returns one value per target or per sample, or (sum,
-    count)."""
+    recall_at_1 and zero_shot (of two towers), or your own package.module:function of (outputs, targets) that returns
+    one value per target or per sample, or (sum, count)."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Label smoothing: probability distributed evenly over the vocabulary in the training target."""
     compile: bool | Literal["auto"] = "auto"

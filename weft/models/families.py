@@ -49,6 +49,11 @@ for entry in (
         args="weft.models.vision.resnet_depths:resnet_args",
     ),
     Family(
+        "clip", "CLIP: an image and a text encoder with a contrastive loss.", "weft.models.vision.clip:ImageText",
+        "module", dict(loss="contrastive", dim=512, activation="gelu_exact"),
+        args="weft.models.vision.clip_arguments:clip_args", has_towers=True,
+    ),
+    Family(
         "dlrm", "DLRM: embedding tables, dense features and their dot products.", "weft.models.recommend.dlrm:DLRM",
         "module", dict(loss="bce", dim=16, bottom=(64,), top=(64,)), args="weft.models.recommend.arguments:dlrm_args",
         has_tables=True,

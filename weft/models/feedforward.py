@@ -16,9 +16,14 @@ def _gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * (1.702 * x).sigmoid()
+
+
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {
-    "gelu": _gelu, "gelu_exact": F.gelu, "relu": F.relu, "swiglu": F.silu, "geglu": _gelu,
+    "gelu": _gelu, "gelu_exact": F.gelu, "quick_gelu": _quick_gelu, "relu": F.relu, "silu": F.silu,
+    "swiglu": F.silu, "geglu": _gelu,
 }  # fmt: skip
 """The function of each model.activation; gated ones apply it to the gate."""
 

@@ -16,9 +16,10 @@ from weft.models.dropout import Dropout, salt
 from weft.models.feedforward import FeedForward, make_activation
 from weft.models.latent_attention import LatentAttention
 from weft.models.lora import Adapter
-from weft.models.loss import HeadProducts, HeadProductsFactory, linear_cross_entropy
+from weft.models.loss import HeadProducts, HeadProductsFactory, Record, linear_cross_entropy
 from weft.models.mixture_of_experts import MixtureOfExperts
 from weft.models.norms import make_norm
+from weft.models.patches import ImagePatches, PatchEmbedding
 from weft.models.rope import attention_factor, frequencies, rotation
 
 
@@ -84,17 +85,20 @@ def _first(x: Tensor, info: TokenInfo | None) -> Tensor:
 
 class Head(nn.Module):
     """Logits, or their summed cross-entropy computed in chunks. For one label a sample, ViT averages over the patches
-    first, and BERT has a layer on the first token."""
+    first or takes the class token, and BERT has a layer on the first token."""
 
     mean: Callable[[Tensor, TokenInfo | None], Tensor] = staticmethod(_mean)
     first: Callable[[Tensor, TokenInfo | None], Tensor] = staticmethod(_first)
+    record: Record | None = None
+    """Called with the losses of the targets."""
 
     def __init__(self, m: Model):
         super().__init__()
         assert m.dim and m.vocab
         self.weight = nn.Parameter(torch.empty(m.outputs, m.dim))
-        self.bias = nn.Parameter(torch.empty(m.outputs)) if m.is_encoder else None
+        self.bias = nn.Parameter(torch.empty(m.outputs)) if m.has_head_bias else None
         self.pool = m.labels_samples
+        self.by_first = bool(m.class_token)
         self.pooler = nn.Linear(m.dim, m.dim) if m.classes else None
         self.products: HeadProductsFactory = HeadProducts
 
@@ -102,7 +106,9 @@ class Head(nn.Module):
         """One vector a sample, where it has one label: [batch, dim]."""
         if not self.pool:
             return x
-        return self.mean(x, info) if self.pooler is None else torch.tanh(self.pooler(self.first(x, info)))
+        if self.pooler is None:
+            return (self.first if self.by_first else self.mean)(x, info)
+        return torch.tanh(self.pooler(self.first(x, info)))
 
     def forward(
         self, x: Tensor, targets: Tensor | None, valid: Tensor | None, smoothing: float, info: TokenInfo | None = None
@@ -110,7 +116,9 @@ class Head(nn.Module):
         x = self.pooled(x, info)
         if targets is None:
             return F.linear(x, self.weight, self.bias)
-        return linear_cross_entropy(x, self.weight, targets, valid, smoothing, products=self.products, bias=self.bias)
+        return linear_cross_entropy(
+            x, self.weight, targets, valid, smoothing, products=self.products, bias=self.bias, record=self.record
+        )
 
 
 class Transformer(nn.Module):
@@ -161,8 +169,9 @@ class Transformer(nn.Module):
         self.causal, self.rotary = bool(m.causal), m.positions == "rope"
         self.dim, self.depth = m.dim, m.layers
         self.embed: nn.Module | None = nn.Embedding(m.vocab, m.dim)
+        self.images = ImagePatches(m) if m.is_classifier else None
         if m.is_classifier:
-            self.embed = nn.Linear(m.patch_dim, m.dim)
+            self.embed = (PatchEmbedding if m.class_token else nn.Linear)(m.patch_dim, m.dim)
         self.positions = nn.Embedding(m.max_len, m.dim) if m.positions == "learned" else None
         self.types = nn.Embedding(m.token_types, m.dim) if m.token_types else None
         self.embed_norm = make_norm(m, m.dim) if m.is_encoder else None
@@ -183,9 +192,12 @@ class Transformer(nn.Module):
         hidden: Tensor | None = None, rows: Tensor | None = None, length: int | None = None,
         types: Tensor | None = None, features: bool = False,
     ) -> Tensor:  # fmt: skip
-        # inputs [batch, seq] tokens, or [batch, patches, values]; hidden [batch, seq, dim] if another stage began;
+        # inputs [batch, seq] tokens, [batch, patches, values] or [batch, colours, height, width];
+        # hidden [batch, seq, dim] if another stage began;
         # rows and length: indices of these tokens and length of the sequence, if they are not all of it;
         # types [batch, seq]: kinds of tokens, by default 0; features: return the output of the last block
+        if self.images is not None and inputs.dim() == 4:
+            inputs = self.images(inputs)
         if rows is None:
             rows = torch.arange(inputs.shape[1], device=inputs.device)
         positions = rows if positions is None else positions
@@ -203,7 +215,7 @@ class Transformer(nn.Module):
             own = None if keys is None or not self.keyed else keys + salt(2 * int(index))
             x = block(x, info._replace(keys=own))
         if self.head is None or features:
-            return x
+            return _optional(self.norm, x) if features and self.images is not None else x
         if self.transform is not None:
             x = self.transform_activation(self.transform(x))
         return self.head(_optional(self.norm, x), targets, valid, smoothing, info)
@@ -211,7 +223,7 @@ class Transformer(nn.Module):
     def begin(self, inputs: Tensor, positions: Tensor, info: TokenInfo, types: Tensor | None = None) -> Tensor:
         """Embedding, positions, token types and dropout."""
         assert self.embed is not None
-        x = self.embed(inputs)
+        x = self.embed(inputs, info.rows) if isinstance(self.embed, PatchEmbedding) else self.embed(inputs)
         if self.embedding_scale is not None:
             x = x * self.embedding_scale
         if self.positions is not None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.foreach_internals import foreach_lerp_
-from weft.comm.shards import local_of
+from weft.comm.shards import like, local_of
 
 
 class Ema:
@@ -16,7 +16,10 @@ class Ema:
         """Without `fill` the averages get their memory and values later (optim/state_homes.py)."""
         self.decay = decay
         self.master_params = master_params
-        self.averages = {n: m.detach().clone() if fill else m.detach() for n, m in master_params.items() if decay}
+        copied = (
+            master_params.items() if decay else ()
+        )  # of shards: cloning a DTensor first derives its sharding, 3 ms each
+        self.averages = {n: like(local_of(m.detach()).clone(), m) if fill else m.detach() for n, m in copied}
         self.deferred = False
         """Whether the optimizer updates the averages, each with its weight (optim/streamed.py)."""
 

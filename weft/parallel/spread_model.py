@@ -53,6 +53,8 @@ class SpreadModel:
     """Weights that live in host memory; the stages of a rank share it."""
     away: tuple[str, ...] = ()
     """The units with such weights."""
+    prefix: str = ""
+    """What comes before the weights' names in the whole model, of a tower."""
 
     @property
     def master_params(self) -> dict[str, Tensor]:
@@ -73,7 +75,7 @@ class SpreadModel:
         return self._by_name(self.data.compute_params)
 
     def _by_name(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {self.aliases.get(n, n): t for n, t in tensors.items()}
+        return {self.prefix + self.aliases.get(n, n): t for n, t in tensors.items()}
 
     @property
     def parts(self) -> list[SpreadModel]:
@@ -92,7 +94,7 @@ class SpreadModel:
             for path, module in self.module.named_modules()
             for key in module._non_persistent_buffers_set
         }
-        return {n: b for n, b in self.module.named_buffers() if b.numel() and n not in passing}
+        return {self.prefix + n: b for n, b in self.module.named_buffers() if b.numel() and n not in passing}
 
     def begin(self, scale: float) -> None:
         """Begin a step with gradients of the summed loss times `scale`."""

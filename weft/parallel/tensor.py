@@ -136,7 +136,7 @@ class VocabHead(Head):
             return self._whole(F.linear(x, weight, bias))
         start, _ = self.split.shard(self.weight.shape[0])
         vocab = SplitVocab(self.split.axis, start, self.weight.shape[0])
-        return linear_cross_entropy(x, weight, targets, valid, smoothing, vocab, self.products, bias)
+        return linear_cross_entropy(x, weight, targets, valid, smoothing, vocab, self.products, bias, self.record)
 
     def _whole(self, logits: Tensor) -> Tensor:
         """The logits of the whole vocabulary; the shards of the last ranks may be shorter and are padded."""
@@ -323,7 +323,9 @@ def split_tensors(split: TensorSplit, model: nn.Module, modules: list[tuple[str,
             "attribute `parts` such as {'*.up': 'column', '*.down': 'row'}"
         )
     regions = {name for name, _ in model.named_modules() if _role(table, name) == "region"}
-    stage = hasattr(model, "keep")  # the table is for all stages, and this one may have no sharded module
+    stage = hasattr(model, "keep") or hasattr(
+        model, "stage"
+    )  # the table is for all stages, and this one may have no sharded module
     if not stage and not any(_role(table, name) in SHARDING_ROLES for name, _ in model.named_modules()):
         example = next((n for n, m in model.named_modules() if isinstance(m, nn.Linear)), "layers.0.up")
         raise JobError(

@@ -55,6 +55,8 @@ class Calibration:
     """Heads × samples that the score kernel processes at once; other counts use slower kernels. 0: any."""
     head_whole: float = 1.0
     """What the head's product keeps where tp does not cut (and pad) the vocabulary."""
+    head_again: float = 0.0
+    """1 where full recompute repeats the head and the loss too."""
     step_ms: float = 10.0
     """Once a step: logging, the batch, clipping, synchronisation."""
     experts: float = 0.8
@@ -94,7 +96,8 @@ class Calibration:
     logits: float = 10.0
     """Bytes for each logit at the loss (bf16 logits, fp32 copy and its gradient)."""
     logits_whole: float = 0.0
-    """Bytes for each logit that the loss gathers from the ranks of tp; 0 where it works on what each rank has."""
+    """Bytes for each logit that the loss gathers from the ranks of tp; 0 where it works on what each rank has. Then
+    the gather and the whole logits take time too."""
     loss_chunk: float = 0.0
     """Logits held at once, where the loss works through them in chunks; 0: all of a microbatch."""
     gather_limit: float = 0.0

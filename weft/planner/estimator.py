@@ -99,12 +99,16 @@ class Estimator:
         return estimate(self.model, self.cluster, layouts, self.calibration, self.batch, memory)
 
     def _synchronised(self, layouts: Layouts, made: Estimates, memory: dict[str, NDArray[np.float64]]) -> Estimates:
-        """Replicas that exchange every few steps: the exchange is spread over the steps between."""
+        """Replicas that exchange every few steps: the exchange is spread over the steps between. With predicted sums it
+        is waited for a step later."""
         assert self.engine is not None
         plan = self.engine.plan
         if plan.sync == "step":
             return made
         alone = self._times(replace(layouts, dp_replicate=np.ones(len(layouts), np.int64)), memory)
+        if plan.sync == "predict":  # the next step overlaps with the sum too, and every step has two updates
+            late = np.maximum(0.0, made.step_time_s - 2 * alone.step_time_s)
+            return made.scaled((alone.step_time_s + late + made.terms.optimizer) / made.step_time_s)
         spread = alone.step_time_s + np.maximum(0.0, made.step_time_s - alone.step_time_s) / plan.sync_every
         return made.scaled(spread / made.step_time_s)
 

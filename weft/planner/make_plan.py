@@ -37,6 +37,8 @@ from weft.planner.table_placement import with_tables
 from weft.planner.time.buckets import bucket_mb
 from weft.planner.time.context import choose_style, rings
 from weft.planner.time.traffic import communication_bytes
+from weft.planner.tower_costs import with_tower_costs
+from weft.planner.tower_layout import tower_rows
 
 
 def make_plan(job: Job, world: int | None = None, calibration: Calibration | None = None) -> tuple[Job, Plan]:
@@ -183,7 +185,7 @@ def complete_plan(
     if plan.tiered:
         limit = (estimator or make_estimator(job, plan, start.world, start.device, start.memory_gib)).limit_gib
         plan = place_states(job, plan, limit, start.spare, reasons)
-    plan = with_tables(job, plan, start.memory_gib)
+    plan = with_tower_costs(job, with_tables(job, plan, start.memory_gib), start.device, start.memory_gib)
     predicted = _predict(start, plan, estimator)
     if plan.disk and (line := endurance_line(job, plan, predicted.get("step_time_s"))):
         reasons.append(line)
@@ -250,6 +252,8 @@ def _pin(given: Parallel, plan: Plan, world: int, experts: Experts | None = None
     explicit_shard = "dp_shard" in given.model_fields_set
     if degrees["dp_replicate"] == -1 and not explicit_shard:
         degrees["dp_shard"] = 1
+    if given.towers and not {"dp_replicate", "dp_shard"} & given.model_fields_set:
+        degrees |= {"dp_replicate": -1, "dp_shard": 1}
     rest = [axis for axis, degree in degrees.items() if degree == -1]
     if len(rest) > 1:
         raise JobError(f"parallel.{rest[0]} and parallel.{rest[1]} are both -1; only one axis can take the rest")
@@ -284,6 +288,7 @@ def _pin(given: Parallel, plan: Plan, world: int, experts: Experts | None = None
         zero=given.zero,
         sequence=given.sequence,
         schedule=given.schedule,
+        towers=tower_rows(given.towers, world),
     )
     if problem := check_schedule(given.schedule, plan.pp, 1, given.virtual_stages):
         raise JobError(problem)
@@ -379,6 +384,8 @@ def _microbatch(job: Job, plan: Plan) -> Plan:
     pinned = job.parallel.microbatches if job.parallel != "auto" else "auto"
     if (given := job.train.accumulation if pinned == "auto" else pinned) != "auto":
         return replace(plan, microbatch=share // given, accumulation=given)
+    if job.model.loss == "contrastive":  # samples are compared within a microbatch
+        return replace(plan, microbatch=share, accumulation=1)
     if plan.pp > 1:
         filled = [d for d in divisors(share) if d >= MICROBATCHES_OF_A_STAGE * plan.pp]
         return replace(plan, microbatch=share // min(filled, default=share), accumulation=min(filled, default=share))

@@ -17,13 +17,13 @@ EXCHANGE_BYTES = {"none": 4.0, "int8": 2 * (1 + _SCALE), "int4": 2 * (0.5 + _SCA
 
 def one_replica(plan: Plan) -> Plan:
     """The plan of one replica between exchanges; the plan itself where gradients are summed every step."""
-    return plan if plan.sync == "step" else replace(plan, dp_replicate=1, sync="step")
+    return plan if plan.sync in ("step", "predict") else replace(plan, dp_replicate=1, sync="step")
 
 
 def exchange_bytes(job: Job, plan: Plan) -> dict[str, float]:
     """Average bytes that a rank sends per step for exchanges between replicas, by axis."""
     counts = count_parameters(job.model)
-    if counts is None or plan.sync == "step":
+    if counts is None or plan.sync in ("step", "predict"):
         return {}
     here, sync = counts.total / (plan.tp * plan.pp * plan.dp_shard * plan.cp_cut), job.train.sync
     if plan.sync == "server":
@@ -52,7 +52,7 @@ def sync_rule(job: Job, plan: Plan) -> str | None:
     if sync.mode == "step":
         return None
     name = f"train.sync={sync.mode}"
-    if plan.alone and plan.dp_replicate == 1:
+    if (plan.alone or sync.mode == "predict") and plan.dp_replicate == 1:
         ways = "parallel.dp_replicate=2" if plan.world > 1 else "2 ranks (--nproc 2) with parallel.dp_replicate=2"
         return f"{name} is an exchange between replicas, and there is one; {ways} or train.sync=step would work"
     if not plan.alone and plan.world > plan.dp_replicate:
@@ -75,6 +75,8 @@ def sync_rule(job: Job, plan: Plan) -> str | None:
             f"fp8.amax=delayed scales by what every rank saw, and under {name} they do not wait for each other; "
             "amax=dynamic would work"
         )
+    if sync.mode == "predict":
+        return _predict(job, plan)
     if plan.compression != "none" and plan.dp_shard == 1:
         instead = "train.sync.quantize=int8" if plan.alone else "comm.compression=none"
         return (
@@ -84,6 +86,20 @@ def sync_rule(job: Job, plan: Plan) -> str | None:
     if not plan.alone and job.data.record_ids:
         return f"data.record_ids is of ranks, and under {name} workers come and go; record_ids=false would work"
     return _server(job, plan) if sync.mode == "server" else _federated(job) if sync.mode == "federated" else None
+
+
+def _predict(job: Job, plan: Plan) -> str | None:
+    if plan.compression != "none":
+        return (
+            f"comm.compression={plan.compression} is summed within a step, and train.sync=predict waits for sums in "
+            "the next one; compression=none would work"
+        )
+    if job.comm.allreduce not in ("auto", "native"):
+        return (
+            f"comm.allreduce={job.comm.allreduce} passes messages on only while a rank waits, and train.sync=predict "
+            "computes meanwhile; allreduce=auto would work"
+        )
+    return None
 
 
 def _server(job: Job, plan: Plan) -> str | None:

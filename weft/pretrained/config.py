@@ -11,6 +11,7 @@ from weft.job.registry import did_you_mean, listed
 from weft.job.schema import Model
 from weft.pretrained.config_fields import Config, Fields
 from weft.pretrained.folder import CONFIG, TOKENIZER, find_folder, read_json, tensor_names
+from weft.pretrained.image_families import image_size
 from weft.pretrained.registry import PRETRAINED, PretrainedFamily, families_of
 
 
@@ -107,6 +108,9 @@ def described(model: Model) -> Fields:
         **{n: getattr(model, n) for n in ("positions", "embedding_scale", "activation", "causal")},
         **{n: getattr(model, n) for n in ("token_types", "classes", "encoder_layers", "position_buckets")},
         **{n: getattr(model, n) for n in ("position_limit", "head_scale")},
+        **({"patch": model.patch or 4, "channels": model.channels or 3} if model.is_classifier else {}),
+        "class_token": bool(model.class_token),
+        "image": model.class_token and image_size(model),
         "kv_heads": model.kv_heads or model.heads,
         "head_dim": model.head_dim or (model.dim or 0) // (model.heads or 1),
         "norm_at": model.norm_at or "input",

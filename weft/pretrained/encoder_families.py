@@ -14,6 +14,9 @@ from weft.pretrained.registry import PretrainedFamily
 class Labels:
     """The number of labels, which a config lists by name."""
 
+    name: str = "classes"
+    """Field of the model that has it."""
+
     def read(self, config: Config) -> Fields:
         kind = config.take("problem_type")
         if kind not in (None, "single_label_classification"):
@@ -22,10 +25,10 @@ class Labels:
         found = len(names) if isinstance(names, dict) else number
         if type(found) is not int or found < 2:
             raise config.wrong("num_labels", found, "two labels or more, which are no regression")
-        return {"classes": found}
+        return {self.name: found}
 
     def write(self, model: Model) -> Fields:
-        names = [f"LABEL_{i}" for i in range(model.classes or 2)]
+        names = [f"LABEL_{i}" for i in range(model.outputs)]
         return {
             "id2label": {str(i): name for i, name in enumerate(names)},
             "label2id": {name: i for i, name in enumerate(names)},

@@ -42,6 +42,7 @@ from weft.pretrained.family_parts import (
     SparseLayers,
     llama_like,
 )
+from weft.pretrained.image_families import IMAGE_FAMILIES
 from weft.pretrained.registry import PRETRAINED, PretrainedFamily
 from weft.pretrained.rope_config import LatentRope, LocalRope, OriginalLength, Rope
 
@@ -201,5 +202,6 @@ for entry in (
         GPT_OSS,
     ),
     *ENCODER_FAMILIES,
+    *IMAGE_FAMILIES,
 ):  # fmt: skip
     PRETRAINED.register(entry)

@@ -15,7 +15,8 @@ from weft.job.load import recipes
 CONFIG, GENERATION_CONFIG, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 SIDE_FILES = (
     CONFIG, GENERATION_CONFIG, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model",
-    "added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt",
+    "added_tokens.json", "preprocessor_config.json", "chat_template.jinja", "chat_template.json",
+    "vocab.json", "merges.txt",
 )  # fmt: skip
 """Files beside the weights that an export takes over."""
 SIDE_FOLDER = "pretrained"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
@@ -26,6 +27,8 @@ from weft.pretrained.tensor_forms import FileTensor, Shape, TensorPart, file_ten
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 """The dtypes of safetensors that are read."""
+MAX_MAPPED_BYTES = 128 << 20
+"""A file is opened again after this many bytes: pages that were read count as memory of the process until then."""
 
 
 class OpenFile:
@@ -105,9 +108,11 @@ class PretrainedWeights:
     def __init__(self, name: str, model: Model):
         self.folder, self.model = find_folder(name), model.model_copy(update={"lora": None})
         config = read_json(self.folder / CONFIG)
-        written_by, _ = read_fields(config, str(self.folder / CONFIG))
+        written_by, fields = read_fields(config, str(self.folder / CONFIG))
         self.family = family_of(written_by.kind, labels=bool(model.classes))
         self.may_lack = self.family.fresh if self.family.architecture not in config.get("architectures", ()) else ()
+        self.new_labels = model.is_classifier and fields.get("vocab") != model.vocab
+        """Whether the head has other labels than the files."""
         quantization = config.get("quantization_config") or {}
         self.blocks: list[int] = quantization.get("weight_block_size", [])
         self.mxfp4 = quantization.get("quant_method") == "mxfp4"
@@ -159,8 +164,10 @@ class PretrainedWeights:
                 self.packed.add(tensor.name)
                 self.where[tensor.name] = self.where.pop(tensor.name + BLOCKS)
                 need = both[0] if shapes.get(tensor.name + SCALES) == both[1] else None
-            if tensor.name not in self.where:
-                if all(any(fnmatchcase(part.name, p) for p in self.may_lack) for part in tensor.parts):
+            if tensor.name not in self.where or (self.new_labels and tensor.parts[0].name.startswith("head.")):
+                if self.new_labels or all(
+                    any(fnmatchcase(part.name, p) for p in self.may_lack) for part in tensor.parts
+                ):
                     self.fresh |= {part.name for part in tensor.parts}
                     self.tensors.remove(tensor)
                     continue
@@ -192,15 +199,20 @@ class PretrainedWeights:
 
     @torch.no_grad()
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Read this rank's shards of the parameters in place; at most one file is open at a time."""
+        """Read this rank's shards of the parameters in place; at most one file is open at a time, and about
+        MAX_MAPPED_BYTES or one tensor of it are in memory."""
         by_file: dict[str, list[FileTensor]] = {}
         for tensor in self.tensors:
             if any(part.name in targets for part in tensor.parts):
                 by_file.setdefault(self.where[tensor.name][0], []).append(tensor)
         for file, tensors in by_file.items():
-            with open_file(self.folder / file, self.files.format) as opened:
-                for tensor in tensors:
-                    self._copy(opened, tensor, targets)
+            while tensors:
+                mapped = 0
+                with open_file(self.folder / file, self.files.format) as opened:
+                    while tensors and mapped < MAX_MAPPED_BYTES:
+                        tensor = tensors.pop(0)
+                        self._copy(opened, tensor, targets)
+                        mapped += _bytes_read(tensor, targets)
 
     def _copy(self, opened: OpenFile, tensor: FileTensor, targets: Mapping[str, Tensor]) -> None:
         if not any(part.name in targets and _overlaps(part, targets[part.name]) for part in tensor.parts):
@@ -274,6 +286,12 @@ def _overlaps(part: TensorPart, target: Tensor) -> bool:
     return inside and all(shard.size)
 
 
+def _bytes_read(tensor: FileTensor, targets: Mapping[str, Tensor]) -> int:
+    """About the bytes of a file that this rank's shards of a tensor are read from: whole rows."""
+    held = [(part, shard_of(targets[part.name])) for part in tensor.parts if part.name in targets]
+    return sum(4 * math.prod(part.shape) * shard.size[0] // max(1, shard.shape[0]) for part, shard in held)
+
+
 def copy_part(part: TensorPart, value: Tensor, target: Tensor) -> None:
     """Copy this rank's shard of a parameter, or of one expert's matrix of it."""
     shard, local = shard_of(target), local_of(target.detach())
@@ -292,8 +310,8 @@ def _head_name(names: Mapping[str, Any]) -> str:
 
 def from_hf(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A published checkpoint as a module of one process: tokens [batch, seq] → logits [batch, seq, vocab], or
-    [batch, labels] for sequence classification. An encoder also takes `types`, and `features=True` gives its last
-    hidden states.
+    [batch, labels] for sequence classification; of a ViT, images [batch, colours, height, width] → [batch, labels]. An
+    encoder also takes `types`, and `features=True` gives its last hidden states.
 
     `name` is a folder in the format of Hugging Face, or a name in the local hub cache.
     """

@@ -102,10 +102,17 @@ def _join_interleaved(parts: Sequence[Tensor], m: Model) -> Tensor:
     return _by_expert(torch.stack(list(parts), 2).flatten(1, 2))
 
 
+def _join_patches(parts: Sequence[Tensor], m: Model) -> Tensor:
+    return parts[0].unflatten(1, (m.channels or 3, m.patch or 4, m.patch or 4))
+
+
 FORMS: dict[str, Form] = {
     "same": Form(lambda t, shapes, m: [t], lambda parts, m: parts[0]),
     "rows": Form(_rows, lambda parts, m: torch.cat(list(parts))),
     "columns": Form(lambda t, shapes, m: _rows(t.t(), shapes, m), lambda parts, m: torch.cat(list(parts)).t()),
+    "patches": Form(lambda t, shapes, m: [t.flatten(1)], _join_patches),
+    "one token": Form(lambda t, shapes, m: [t[0, 0]], lambda parts, m: parts[0][None, None]),
+    "one batch": Form(lambda t, shapes, m: [t[0]], lambda parts, m: parts[0][None]),
     "heads": Form(_by_head, _join_heads),
     "paired heads": Form(_paired_heads, _join_paired_heads),
     "grouped heads": Form(_grouped_heads, _join_grouped_heads),
@@ -114,7 +121,8 @@ FORMS: dict[str, Form] = {
     "latent queries": Form(_latent_queries, _join_latent_queries),
     "latent keys": Form(_latent_keys, _join_latent_keys),
 }
-"""same: as it is. rows: one after the other. columns: the same, transposed (GPT-2). heads: one after the other in each
+"""same: as it is. rows: one after the other. columns: the same, transposed (GPT-2). patches: a
+convolution of patches. one token, one batch: with dims of size 1 before (ViT). heads: one after the other in each
 head (GPT-NeoX). paired heads: rotary pairs of a head side by side (torchtitan). grouped heads: for each key head its
 queries, key and value (Megatron). expert columns: matrices of all experts, transposed. interleaved experts: with the
 outputs of several layers in turn (gpt-oss). latent queries, latent keys: the rotary part of a head last and in pairs

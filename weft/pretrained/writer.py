@@ -53,7 +53,7 @@ def write_checkpoint_folder(
             _copy(side_files / name, out / name)
     if tokenizer is not None and not (out / TOKENIZER).exists():
         _copy(tokenizer, out / TOKENIZER)
-    if not (out / GENERATION_CONFIG).exists():
+    if model.takes_tokens and not (out / GENERATION_CONFIG).exists():
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
         write_json(out / GENERATION_CONFIG, ids | {"_from_model_config": True})
     write_json(out / CONFIG, config)

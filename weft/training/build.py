@@ -16,6 +16,8 @@ from weft.optim.ema import Ema
 from weft.optim.layer_rates import layer_rates
 from weft.optim.streamed import StreamedOptimizers, Tiering
 from weft.parallel.apply import find_units, parallelize
+from weft.parallel.data.data_parallel import Replicas
+from weft.parallel.data.late_sums import PredictedSums
 from weft.parallel.data.local_sgd import EveryStep, Rounds
 from weft.parallel.pipeline.executor import Pipelined
 from weft.parallel.spread_model import SpreadModel
@@ -72,6 +74,10 @@ def fill_late(optimizers: Optimizers, spread_model: SpreadModel | Pipelined, wei
 def make_rounds(job: Job, plan: Plan, mesh: Mesh, state: State) -> EveryStep:
     """How replicas are synchronized between steps, as set by train.sync."""
     axis = mesh.axis("dp_replicate")
+    if plan.sync == "predict":
+        (part,) = state.model.parts
+        assert isinstance(part.data, Replicas)
+        return PredictedSums(part.data, state.optimizers.shards, job.train.steps)
     if not plan.alone or axis is None:
         return EveryStep()
     start = summing(axis, plan.allreduce, ranks_of_a_node(plan))

@@ -19,6 +19,7 @@ from weft.job.errors import JobError, MachineError
 from weft.job.load import parse_job, read_job
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
+from weft.job.shapes import first_source
 from weft.job.store_path import explain
 from weft.models.build_model import build_model
 from weft.planner.model.counts import count_parameters
@@ -137,9 +138,11 @@ def export_run(run: RunDir, found: SavedCheckpoint, to: str, out: Path, options:
         return export_file(found, to, out, options)
     _check_folder(out)
     job = saved_job(found)
-    if job.model.module or not (job.model.takes_tokens if to == "hf" else job.model.is_decoder):
+    written = job.model.takes_tokens or job.model.is_classifier if to == "hf" else job.model.is_decoder
+    if job.model.module or not written:
         what = job.model.module or f"model.family={job.model.family}"
-        raise JobError(f"--to {to} writes language models, and this run trains {what}; --to safetensors would work")
+        kinds = "language models and vit" if to == "hf" else "language models"
+        raise JobError(f"--to {to} writes {kinds}, and this run trains {what}; --to safetensors would work")
     if to in WRITERS:
         return _export_foreign(run, job, found, to, out, options)
     return (_export_hf if to == "hf" else _export_peft)(run, job, found, out, options)
@@ -191,7 +194,7 @@ def _original(job: Job) -> dict[str, Any] | None:
 
 def tokenizer_file(job: Job) -> Path | None:
     """The tokenizer.json of a job's data: that of its token store, or data.tokenizer; None for bytes."""
-    source = Path(job.data.mixture[0].source if job.data.mixture else job.data.source)
+    source = first_source(job.data)
     places = (
         source / TOKENIZER if is_store(source) else Path(job.data.tokenizer),
         Path(job.data.tokenizer) / TOKENIZER,

@@ -14,6 +14,7 @@ from weft.comm.compression.codecs import codecs_of
 from weft.comm.compression.sparse_codec import Largest
 from weft.job.compression import parse_compression
 from weft.launch.rank_pool import RankPool
+from weft.planner.time.allreduce_messages import sent_of
 
 ALL = ["fp16", "bf16", "int8", "int4", "topk:0.1", "threshold:1.5", "onebit"]
 UNBIASED = {"fp16": 2**-10, "bf16": 2**-7, "int8": 1 / 127, "int4": 1 / 7}
@@ -150,3 +151,24 @@ def test_sums_over_four_ranks(pool: RankPool) -> None:
                 assert {k: t.bytes for k, t in both.items()} == {"all_gather": codec(name).bytes_of(ranks * n)}
             else:
                 assert {k: t.bytes for k, t in both.items()} == {"all_to_all": (ranks - 1) * row, "all_gather": row}
+
+
+@pytest.mark.parametrize(("ranks", "near"), [(3, 2), (4, 2)])
+def test_sums_by_encoded_messages(pool: RankPool, ranks: int, near: int) -> None:
+    """Ring, tree and two levels: equal bits on all ranks, near the sum, residuals that add up, and the stated bytes."""
+    settings, counts = ["fp16", "int8", "int4"], [1, 515, 40960]
+    output = pool.run(compression_ranks.message_sums, ranks, settings, counts, near)
+    for case in output[0]:
+        name, algorithm, n = case.split()
+        totals, missing, sent = zip(*(one[case] for one in output), strict=True)
+        assert all(torch.equal(totals[0], t) for t in totals), case
+        wanted = torch.stack([compression_ranks.numbers(r, 1, int(n))[0] for r in range(ranks)]).sum(0)
+        if codec(name).feedback:
+            assert torch.allclose(totals[0] + sum(missing), wanted, atol=1e-4), case
+        else:
+            assert (totals[0] - wanted).norm() < 0.02 * ranks * wanted.norm(), case
+        if n == "40960":  # every shard is a multiple of the blocks
+            size = codec(name).bytes_of(40960)
+            times = [sent_of(algorithm, ranks, r, near).sent for r in range(ranks)]
+            assert ranks == 3 or list(sent) == [round(size * t) for t in times], case
+            assert all(abs(s - size * t) < 0.02 * size for s, t in zip(sent, times, strict=True)), case

@@ -11,14 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 from helpers.command import DEADLINE_S, ENV, Output, ids_by_step, run_of, step_of, until
 from helpers.forked_python import Popen
 from helpers.kubernetes_api import emulated_api
-from kubeflow import training
-from kubeflow_trainer_api import models
+from helpers.lazy_module import LazyModule
 
 from weft.hardware.pod_environment import export_node_variables
 from weft.job.errors import JobError, MachineError
@@ -29,6 +27,9 @@ from weft.launch.targets.kubernetes.kubernetes_target import KubernetesTarget
 from weft.launch.targets.kubernetes.manifests import build_manifests, time_limit_s
 from weft.launch.targets.target import JobState, LaunchRequest
 
+kubernetes_validate: Any = LazyModule("kubernetes_validate")
+models: Any = LazyModule("kubeflow_trainer_api.models")
+training: Any = LazyModule("kubeflow.training")
 API_VERSION = "1.33.0"
 KINDS = ("job", "jobset", "trainjob", "pytorchjob")
 GPU_JOB = {
@@ -45,8 +46,8 @@ GPU_JOB = {
     },
 }  # fmt: skip
 CRD_MODELS = {
-    "JobSet": models.JobsetV1alpha2JobSet, "TrainJob": models.TrainerV1alpha1TrainJob,
-    "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
+    "JobSet": "JobsetV1alpha2JobSet", "TrainJob": "TrainerV1alpha1TrainJob",
+    "TrainingRuntime": "TrainerV1alpha1TrainingRuntime",
 }  # fmt: skip
 
 
@@ -80,7 +81,7 @@ def test_manifests_follow_the_schemas(kind: str, tmp_path: Path, monkeypatch: py
     for manifest in manifests:
         assert manifest["metadata"]["namespace"] == "research"
         if (model := CRD_MODELS.get(manifest["kind"])) is not None:
-            check_read_back(json.loads(model.from_dict(manifest).to_json()), manifest, kind)
+            check_read_back(json.loads(getattr(models, model).from_dict(manifest).to_json()), manifest, kind)
         elif manifest["kind"] == "PyTorchJob":
             check_pytorch_job(manifest)
         else:

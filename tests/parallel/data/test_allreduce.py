@@ -75,6 +75,16 @@ def test_search_uses_replicas_only() -> None:
     assert (plan.dp_shard, plan.allreduce, plan.world) == (1, "ring", 8)
 
 
+def test_search_chooses_nothing_that_compression_refuses() -> None:
+    job = parse_job({
+        "model": {"shape": "mixtral-8x7b"}, "comm": {"allreduce": "ring", "compression": "fp16"},
+        "cluster": {"device": "h200", "nodes": 2, "devices_per_node": 8, "network": "ib-ndr"},
+        "train": {"global_batch": 64},
+    })  # fmt: skip
+    plan = make_plan(job)[1]
+    assert (plan.dp_shard, plan.ep, plan.world) == (1, 1, 16)
+
+
 def test_unknown_algorithm_is_refused() -> None:
     with pytest.raises(JobError, match="allreduce"):
         parity.make_job("comm.allreduce=rign")

@@ -15,12 +15,16 @@ from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
 from weft.planner import make_plan
 from weft.planner.rules.layout_syntax import ranks
+from weft.verify.dryrun import dryrun
 from weft.verify.prove import with_layout
 
 SMALL = "comm.bucket_mb=0.004"  # several buckets under way at once
 
 
 def job_of(setting: str, *more: str) -> Job:
+    """A job with a compression, and after a space an algorithm of the all-reduce."""
+    setting, _, by = setting.partition(" ")
+    more = (f"comm.allreduce={by}", *more) if by else more
     return parity.make_job(SMALL, f"comm.compression={setting}", "comm.compression_warmup=0", *more)
 
 
@@ -44,7 +48,7 @@ OWING = [
     ("int4", "dp_shard=4"), ("topk:0.1", "dp_replicate=2 dp_shard=2"), ("onebit", "dp_replicate=4"),
     ("powersgd:1", "dp_replicate=2 dp_shard=2"), ("powersgd:1", "dp_replicate=2 tp=2"),
     ("threshold:2", "dp_shard=2 tp=2"), ("onebit", "dp_replicate=2 dp_shard=2 zero=1"), ("int4", "pp2 zbv dp_shard=2"),
-    ("topk:0.1", "cp2 dp_replicate=2"), ("int4", "cp2"),
+    ("topk:0.1", "cp2 dp_replicate=2"), ("int4", "cp2"), ("int4 ring", "dp_replicate=2 tp=2"),
 ]  # fmt: skip
 
 
@@ -63,7 +67,8 @@ def test_residual_and_sent_gradient_add_up(
 @pytest.mark.parametrize(
     ("setting", "layout", "most"),
     [("fp16", "dp_shard=4", 2e-3), ("bf16", "dp_replicate=2 dp_shard=2", 1e-2), ("int8", "dp_shard=4", 3e-2),
-     ("int8", "dp_replicate=2 dp_shard=2", 4e-2), ("int8", "dp_replicate=4", 3e-2)],
+     ("int8", "dp_replicate=2 dp_shard=2", 4e-2), ("int8", "dp_replicate=4", 3e-2),
+     ("fp16 ring", "dp_replicate=4", 2e-3), ("int8 hierarchical", "dp_replicate=2 cp2", 4e-2)],
 )  # fmt: skip
 def test_rounded_gradients_are_close(
     pool: RankPool, reference: dict[str, torch.Tensor], setting: str, layout: str, most: float
@@ -146,10 +151,26 @@ def test_plan_accounts_for_compression() -> None:
     assert times == sorted(times, reverse=True) and times[0] > times[-1]
 
 
-def test_allreduce_algorithm_with_compression_is_refused() -> None:
-    with pytest.raises(JobError) as error:
-        make_plan(with_layout(job_of("int8", "comm.allreduce=ring"), {"dp_replicate": 2}))
-    assert str(error.value) == (
-        "comm.allreduce=ring sums uncompressed gradients, and comm.compression=int8 compresses them; "
-        "allreduce=auto would work"
-    )
+def test_allreduce_by_messages_refuses_what_it_cannot_add() -> None:
+    for setting in ("topk:0.01", "threshold:3", "powersgd:4", "adaptive"):
+        with pytest.raises(JobError) as error:
+            make_plan(with_layout(job_of(f"{setting} ring"), {"dp_replicate": 2}))
+        assert str(error.value) == (
+            f"comm.allreduce=ring adds up gradients from rank to rank, and comm.compression={setting} does not send "
+            "every number in each message; allreduce=auto or compression=int8 would work"
+        )
+
+
+@pytest.mark.parametrize("setting", ["fp16 ring", "int8 hierarchical"])
+def test_planned_bytes_of_messages_are_those_of_a_step(setting: str) -> None:
+    """A dry run of a rank in the middle sends what the plan states, up to the padding of blocks."""
+    wide = {"dim": 128, "ffn": 512, "layers": 1, "vocab": 512}
+    job = parity.make_job(model=wide, comm={"compression": setting.split()[0], "allreduce": setting.split()[1]})
+    job = parse_job({
+        **with_layout(job, {"dp_replicate": 4}).model_dump(mode="json"),
+        "cluster": {"device": "cpu", "nodes": 2, "devices_per_node": 2},
+    })  # fmt: skip
+    found = {(c.axis, c.kind): c for c in dryrun(*make_plan(job), 2).collectives}
+    for kind in ("send", "recv"):
+        one = found["dp_replicate", kind]
+        assert one.calls > 0 and abs(one.estimated_bytes / one.bytes - 1) < 0.03, one

@@ -40,6 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "labels": {"family": "bert", "dim": 32, "layers": 2, "heads": 4, "vocab": 40, "classes": 3},
     "vit": {"family": "vit", "dim": 32, "layers": 2, "heads": 4, "ffn": 64, "vocab": 10},
+    "class token": {"family": "vit", "dim": 32, "layers": 2, "heads": 4, "ffn": 64, "vocab": 10, "class_token": True},
     "mlp": {"family": "mlp", "dim": 16, "layers": 5},
 }
 

@@ -43,6 +43,7 @@ class SupervisedRank:
         self.nodes = Membership(
             RunDir(folder), place, 1, _decide, self.news.set, self.notes.append, lost_s=6.0, shared=shared
         )
+        self.nodes.start()
         self.stop = threading.Event()
         threading.Thread(target=self._live, daemon=True).start()
 
@@ -60,6 +61,16 @@ class SupervisedRank:
     def die(self) -> None:
         self.stop.set()
         self.nodes.close()
+
+
+def test_nothing_is_decided_before_the_start(tmp_path: Path) -> None:
+    """The callbacks of a supervisor use its membership, which must exist by then."""
+    threads = set(threading.enumerate())
+    nodes = Membership(RunDir(tmp_path), NodeAddress(0, 1, "127.0.0.1"), 1, _decide, lambda: None, print)
+    assert not [t.name for t in set(threading.enumerate()) - threads if t.name in ("decide_attempts", "find_others")]
+    nodes.start()
+    until(lambda: nodes.decision is not None)
+    nodes.close()
 
 
 def test_nodes_agree_lose_and_readmit_a_node(tmp_path: Path) -> None:

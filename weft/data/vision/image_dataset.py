@@ -41,6 +41,9 @@ def open_images(job: Job) -> ImageDataset:
             "model.family=vit, resnet or a module of your own would work"
         )
     check_operations(options)
+    image = job.model.image
+    if options.size is None and image is not None and image[0] == image[1]:
+        options = options.model_copy(update={"size": image[0]})
     if data.source in IMAGE_SOURCES:
         train, val = open_idx(named_idx(data.source))
         return ImageDataset(job, options, train, val)
@@ -76,8 +79,8 @@ class ImageDataset:
                            f"model.vocab={self.classes}")  # fmt: skip
         self.classes = wanted if isinstance(wanted, int) else self.classes
         self._mixes = bool(options.mixup or options.cutmix)
-        self._patch = (model.patch or 4, model.channels or 3) if model.is_classifier else None
-        if self._patch is not None and self._mixes:
+        self._model = model if model.is_classifier else None
+        if self._model is not None and self._mixes:
             raise JobError("data.images.mixup and cutmix give probabilities, which model.family vit does not take as "
                            "targets; model.family=resnet or a module of your own would work")  # fmt: skip
         self._mean, self._std = (np.asarray(v, dtype=np.float32) for v in (options.mean, options.std))
@@ -85,9 +88,10 @@ class ImageDataset:
             raise JobError(f"data.images.std={options.std} divides by 0")
         first = self.train(0)
         self.fingerprint = f"{zlib.crc32(repr((train.count, self.val_len, first['inputs'].shape)).encode()):08x}"
-        if self._patch is not None and len(first["inputs"]) != job.data.seq_len:
-            raise JobError(f"an image of data.source {job.data.source} has {len(first['inputs'])} patches of "
-                           f"model.patch={self._patch[0]}; write data.seq_len={len(first['inputs'])}")  # fmt: skip
+        if self._model is not None and (count := len(first["inputs"])) != job.data.seq_len:
+            token = "the class token and " if model.class_token else ""
+            raise JobError(f"an image of data.source {job.data.source} has {token}{count - bool(token)} patches of "
+                           f"model.patch={model.patch or 4}; write data.seq_len={count}")  # fmt: skip
 
     def train(self, index: int, epoch: int = 0) -> dict[str, np.ndarray]:
         """A training image, augmented as this epoch draws."""
@@ -130,9 +134,9 @@ class ImageDataset:
 
     def _sample(self, image: NDArray[np.float32], target: np.ndarray) -> dict[str, np.ndarray]:
         inputs = np.ascontiguousarray(image.transpose(2, 0, 1))
-        if self._patch is not None:
+        if self._model is not None:
             try:
-                inputs = image_patches(inputs, *self._patch)
+                inputs = image_patches(inputs, self._model)
             except ValueError as error:
                 raise JobError(f"an image {error}") from None
         return {"inputs": inputs, "targets": target, "valid": np.ones((), dtype=np.bool_)}

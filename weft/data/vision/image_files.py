@@ -30,6 +30,8 @@ class ImageFiles:
     read: Callable[[int], tuple[Image, int]]
     """The image of a number and its class."""
     classes: int
+    names: tuple[str, ...] = ()
+    """Names of the classes, where folders give them."""
 
 
 def decode(content: bytes, where: str) -> Image:
@@ -85,46 +87,69 @@ def _class_folders(root: Path, classes: list[str]) -> ImageFiles:
     if not files:
         raise JobError(f"data.source {root} has no images ({', '.join(SUFFIXES[:3])}, …) in its folders of classes")
     return ImageFiles(
-        len(files), lambda i: (decode(files[i][0].read_bytes(), str(files[i][0])), files[i][1]), len(classes)
-    )
+        len(files), lambda i: (decode(files[i][0].read_bytes(), str(files[i][0])), files[i][1]), len(classes),
+        tuple(classes),
+    )  # fmt: skip
 
 
 def open_tar(paths: Sequence[Path]) -> ImageFiles:
     """Shards of WebDataset: members NAME.jpg and NAME.cls (a number) in files that are not compressed."""
-    rows: list[tuple[Path, int, int, int, str]] = []  # file, offset and size of an image, class, name
+
+    def label(content: bytes | None, where: str) -> int:
+        if content is None:
+            raise JobError(f"{where} has no class in a file of the same name with the ending .cls")
+        try:
+            return int(content)
+        except ValueError:
+            raise JobError(f"{where} has the class {content[:64]!r}, which is no number") from None
+
+    return read_shards(paths, ("cls", "label"), label)
+
+
+def read_shards(
+    paths: Sequence[Path], endings: tuple[str, ...], number_of: Callable[[bytes | None, str], int]
+) -> ImageFiles:
+    """The images of tar shards, with the numbers that `number_of` makes of the members beside them with one of the
+    endings; None where there is none."""
+    rows: list[tuple[Path, int, int, int, str]] = []  # file, offset and size of an image, number, name
     for path in paths:
         images: dict[str, tarfile.TarInfo] = {}
-        labels: dict[str, int] = {}
+        beside: dict[str, bytes] = {}
         try:
             with tarfile.open(path, "r:") as archive:
                 for member in archive:
                     folder, _, name = member.name.rpartition("/")
                     stem, _, suffix = name.partition(".")
-                    key = f"{folder}/{stem}"
                     if f".{suffix.lower()}" in SUFFIXES:
-                        images[key] = member
-                    elif suffix in ("cls", "label") and (file := archive.extractfile(member)) is not None:
-                        labels[key] = int(file.read(64))
-        except (tarfile.TarError, OSError, ValueError) as error:
+                        images[f"{folder}/{stem}"] = member
+                    elif suffix in endings and (file := archive.extractfile(member)) is not None:
+                        beside[f"{folder}/{stem}"] = file.read()
+        except (tarfile.TarError, OSError) as error:
             raise JobError(f"{path} is not a shard of images: {error}") from None
         for key, member in images.items():
-            if key not in labels:
-                raise JobError(f"{path} has {member.name} without a class in {key.lstrip('/')}.cls")
-            rows.append((path, member.offset_data, member.size, labels[key], member.name))
+            number = number_of(beside.get(key), f"{member.name} of {path}")
+            rows.append((path, member.offset_data, member.size, number, member.name))
     if not rows:
         raise JobError(f"the shards {', '.join(p.name for p in paths[:3])} have no images")
 
     def read(i: int) -> tuple[Image, int]:
-        path, offset, size, label, name = rows[i]
+        path, offset, size, number, name = rows[i]
         with path.open("rb") as file:
             file.seek(offset)
-            return decode(file.read(size), f"{name} of {path}"), label
+            return decode(file.read(size), f"{name} of {path}"), number
 
     return ImageFiles(len(rows), read, max(row[3] for row in rows) + 1)
 
 
 def open_parquet(paths: Sequence[Path]) -> ImageFiles:
     """Columns `image` (encoded bytes, or Hugging Face's struct with `bytes`) and `label`."""
+    return read_columns(paths, COLUMNS, lambda path, column: column.to_numpy())
+
+
+def read_columns(
+    paths: Sequence[Path], columns: tuple[Sequence[str], ...], numbers_of: Callable[[Path, Any], Any]
+) -> ImageFiles:
+    """The images of parquet files, with the numbers that `numbers_of` makes of their second column."""
     try:
         import pyarrow.parquet as parquet
     except ImportError:
@@ -135,10 +160,12 @@ def open_parquet(paths: Sequence[Path]) -> ImageFiles:
             table = parquet.read_table(path, memory_map=True)
         except (OSError, ValueError) as error:
             raise JobError(f"{path} is not parquet: {error}") from None
-        image, label = (next((c for c in names if c in table.column_names), None) for names in COLUMNS)
+        image, label = (next((c for c in names if c in table.column_names), None) for names in columns)
         if image is None or label is None:
-            raise JobError(f"{path} has the columns {', '.join(table.column_names)}; it needs image and label")
-        tables.append((path, table.column(image), table.column(label).to_numpy().astype(np.int64)))
+            raise JobError(f"{path} has the columns {', '.join(table.column_names)}; it needs image and "
+                           f"{columns[1][0]}")  # fmt: skip
+        numbers = np.asarray(numbers_of(path, table.column(label)), dtype=np.int64)
+        tables.append((path, table.column(image), numbers))
     ends = np.cumsum([len(labels) for _, _, labels in tables])
     if not len(ends) or not ends[-1]:
         raise JobError(f"the files {', '.join(p.name for p in paths[:3])} have no rows")
@@ -172,14 +199,14 @@ def open_files(root: Path, kind: str) -> tuple[ImageFiles, ImageFiles | None]:
     paths = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.suffix in ends)
     if not paths:
         raise JobError(f"data.source {root} has no {ends[0]} file")
-    held_out = [p for p in paths if root.is_dir() and VAL_NAMES & _words(p.relative_to(root))]
+    held_out = [p for p in paths if root.is_dir() and VAL_NAMES & path_words(p.relative_to(root))]
     training = [p for p in paths if p not in held_out]
     if not training or not held_out:
         return opening(paths), None
     return opening(training), opening(held_out)
 
 
-def _words(path: Path) -> set[str]:
+def path_words(path: Path) -> set[str]:
     """The words in a path, such as val and 000 of val-000.tar."""
     return set(re.split(r"[^a-z0-9]+", str(path).lower()))
 

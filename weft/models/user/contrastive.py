@@ -20,7 +20,7 @@ TEMPERATURE = 0.07
 def contrastive_losses(outputs: Any, valid: Tensor, axes: Sequence[Axis], module: str) -> Tensor:
     """The loss of each sample: the mean of the cross-entropies of its second vector among those of all replicas given
     its first, and the other way round. Gradients are those of one process with all samples."""
-    first, second, factor = _towers(outputs, module)
+    first, second, factor = towers_of(outputs, module)
     first, second = (F.normalize(x.float(), dim=-1) for x in (first, second))
     every_first, every_second, every_valid, at = first, second, valid.float(), 0
     rows = len(first)
@@ -38,7 +38,7 @@ def contrastive_losses(outputs: Any, valid: Tensor, axes: Sequence[Axis], module
     return (there + back) / 2
 
 
-def _towers(outputs: Any, module: str) -> tuple[Tensor, Tensor, Tensor | float]:
+def towers_of(outputs: Any, module: str) -> tuple[Tensor, Tensor, Tensor | float]:
     """The vectors of both towers [batch, dim] and the factor on their similarities."""
     found = list(outputs.values()) if isinstance(outputs, dict) else list(outputs) if isinstance(outputs, tuple) else []
     vectors = [x for x in found if x.dim() == 2]

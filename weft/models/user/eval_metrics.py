@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from weft.job.errors import JobError
+from weft.job.model_parts.named_loss import NamedLoss
 from weft.job.registry import find_object
 from weft.job.schema import Model
+from weft.job.train import RETRIEVAL_METRICS
 from weft.models.user.named_losses import IGNORED, Batch, main_output, named_output, named_target
+from weft.models.user.retrieval import retrieval_figures, retrieval_rows
 from weft.models.user.sample_tree import unflatten
 
 HIT_RATE_AT = 10
@@ -92,11 +95,14 @@ METRICS: dict[str, Metric] = {
     "hit_rate": Metric(2, _hit_rate, _ratio),
     "bleu": Metric(2 * MAX_ORDER + 2, _bleu_sums, _bleu),
 }
-"""Metrics with sums. `perplexity` follows from the loss, `auc` from all scores, your own function from its values."""
+"""Metrics with sums. `perplexity` follows from the loss, `auc` from all scores, those of retrieval.py from all vectors,
+your own function from its values."""
 
 
 DISTANCES = ("mse", "l1", "smooth_l1")
 """Losses of numbers, which have no metrics of classes."""
+VECTORS = "vectors of both towers"
+"""Key of the rows of vectors, which is no name of a loss."""
 
 
 @dataclass
@@ -105,15 +111,21 @@ class EvalMetrics:
 
     model: Model
     names: Sequence[str]
+    task: tuple[str, NamedLoss] | None = None
+    """Name and loss of the task whose samples are evaluated, of several tasks of your own module."""
 
     def __post_init__(self) -> None:
         several = self.model.loss if isinstance(self.model.loss, dict) else {}
+        if self.task is not None and self.task[1].function in DISTANCES:
+            self.names = [name for name in self.names if name == "perplexity" or ":" in name]
         self.losses = list(several)
         """Names of several losses, whose own values are written too."""
         self.parts = [name for name, loss in several.items() if loss.function not in DISTANCES] if several else [""]
         """Several losses have their metrics each, if they compare classes; otherwise there is one unnamed part."""
         self.rows: dict[str, list[Tensor]] = {}
-        """Of metrics that need every score: a row [number, score, target] for each target."""
+        """Of metrics that need every score: by part a row [number, score, target] for each target, and by VECTORS one
+        for each sample (retrieval.py)."""
+        self.retrieves = bool({*self.names} & {*RETRIEVAL_METRICS})
 
     @property
     def plain(self) -> bool:
@@ -128,21 +140,23 @@ class EvalMetrics:
         return 1 + 2 * len(self.losses) + own + known
 
     def all_rows(self, device: torch.device) -> dict[str, Tensor]:
-        """The rows of each part's scores; empty on ranks without a pipeline's last stage."""
-        if "auc" not in self.names:
-            return {}
+        """The rows of each part's scores and of the samples' vectors; empty on ranks without a pipeline's last
+        stage."""
         none = torch.zeros(0, 3, dtype=torch.float64, device=device)
-        return {part: torch.cat([none, *self.rows.get(part, ())]) for part in self.parts}
+        wanted = [*(self.parts if "auc" in self.names else ()), *([VECTORS] if self.retrieves else ())]
+        return {part: torch.cat(self.rows[part]) if part in self.rows else none for part in wanted}
 
     def sums(self, losses: dict[str, Tensor], outputs: Any, batch: Batch) -> Tensor:
         """The sums of one batch: the loss, each of several losses, then each metric's."""
         found = [losses["loss"].double().reshape(1)]
         found += [torch.stack([losses[n].double(), batch["valid"].sum().double()]) for n in self.losses]
+        if self.retrieves:
+            self.rows.setdefault(VECTORS, []).append(retrieval_rows(outputs, batch, self._label()))
         for name in self.names:
             if ":" in name:
                 found.append(self._own(name, outputs, batch))
                 continue
-            for part in self.parts if name != "perplexity" else ():
+            for part in self.parts if name not in ("perplexity", *RETRIEVAL_METRICS) else ():
                 output, target, mask = self._part(part, outputs, batch, name)
                 if name == "auc":
                     self.rows.setdefault(part, []).append(_scores(output, target, mask, batch["ids"], self._label()))
@@ -166,14 +180,14 @@ class EvalMetrics:
                 out[f"val_{name.partition(':')[2]}"] = _ratio(sums[at : at + 2])
                 at += 2
                 continue
-            for part in self.parts:
+            for part in self.parts if name not in RETRIEVAL_METRICS else ():
                 key = f"val_{name}_{part}" if part else f"val_{name}"
                 if name == "auc":
                     out[key] = area_under_curve(rows[part])
                 else:
                     out[key] = METRICS[name].figure(sums[at : at + METRICS[name].size])
                     at += METRICS[name].size
-        return out
+        return out | (retrieval_figures(rows[VECTORS], self.names) if self.retrieves else {})
 
     def _label(self) -> str:
         return self.model.module or str(self.model.family)
@@ -183,6 +197,9 @@ class EvalMetrics:
         if isinstance(self.model.loss, dict):
             loss = self.model.loss[part]
             output, target = named_output(part, loss, outputs, self.model), named_target(part, loss, batch, self.model)
+        elif self.task is not None:
+            output = named_output(*self.task, outputs, self.model)
+            target = named_target(*self.task, batch, self.model)
         else:
             output, target = main_output(outputs, self.model), unflatten(batch, "targets")
             if not isinstance(target, Tensor):

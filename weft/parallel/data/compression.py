@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from weft.comm.algorithms import Start
+from weft.comm.algorithms import Start, ranks_on_node
+from weft.comm.algorithms import summing as start_sum
 from weft.comm.axis import Axis, Pending
 from weft.comm.background import BackgroundWorker
 from weft.comm.compression.adaptive import (
@@ -31,6 +32,7 @@ from weft.comm.compression.adaptive import (
 from weft.comm.compression.codec_base import Codec, RoundingNoise
 from weft.comm.compression.codecs import codecs_of
 from weft.comm.compression.compressed_sum import Steps, scatter_sum, sum_all, summing
+from weft.comm.compression.encoded_rounds import sum_encoded
 from weft.comm.compression.sparse_codec import Largest
 from weft.comm.compression.warmup import INT8, codec_at
 from weft.comm.fake_internals import is_fake
@@ -51,14 +53,16 @@ class Compressor:
 
     def __init__(
         self, setting: Compression, axis: Axis, across: Axis | None, worker: BackgroundWorker, device: torch.device, *,
-        seed: int, names: frozenset[str], warmup: int = 0,
+        seed: int, names: frozenset[str], warmup: int = 0, allreduce: str = "native", per_node: int = 1,
     ):  # fmt: skip
         """`axis` is the axis over which gradients are summed or sharded, `across` that of the replicas of shards, and
         `names` the compressed weights. They are sent as int8 for `warmup` steps, then compression is ramped up
-        (comm/compression/warmup.py)."""
+        (comm/compression/warmup.py). Replicas sum by `allreduce`; nodes have `per_node` ranks in order."""
         self.setting, self.axis, self.across, self.worker, self.device = setting, axis, across, worker, device
         self.axes = [a for a in (axis, across) if a is not None]
         self.names, self.warmup = names, warmup
+        self.by_messages = None if allreduce in ("auto", "native") else (allreduce, ranks_on_node(axis, per_node))
+        self.sum_plain = start_sum(axis, allreduce, per_node)
         self.adaptive, self.low_rank = setting.entry.adaptive, setting.entry.low_rank
         self.codecs = codecs_of(parse_compression(LEVELS[0]) if self.adaptive else setting)
         self.holder = axis.rank + (across.rank * axis.size if across else 0)
@@ -113,7 +117,7 @@ class Compressor:
         """Start to sum an uncompressed bucket, in order with compressed ones, since they share a group."""
 
         def work() -> Steps[None]:
-            self.axis.all_reduce(flat)
+            self.sum_plain(flat).wait()
             yield from ()
 
         return self.worker.start(work)
@@ -136,7 +140,10 @@ class Compressor:
             self.axis.all_reduce(flat)
             unit.set_residual(None, self.scale)
         else:
-            _, left = yield from summing(self.axis, codec, flat, self.rounding, in_place=True)
+            if self.by_messages is not None:
+                left = sum_encoded(self.axis, codec, flat, self.rounding, *self.by_messages)
+            else:
+                _, left = yield from summing(self.axis, codec, flat, self.rounding, in_place=True)
             unit.set_residual(None if left is None else left.view(1, -1), self.scale)
 
     def scatter(self, unit: CompressedUnit, x: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from weft.parallel.data.bucket_queue import BucketQueue
 from weft.parallel.data.compression import Compressor
 from weft.parallel.data.fsdp_compression import CompressedGather, CompressedScatter
 from weft.parallel.data.fsdp_internals import accumulate_gradients, reduce_now, sharded_params
+from weft.parallel.data.late_sums import LateSums
 
 
 def nothing() -> None:
@@ -68,16 +69,19 @@ class Replicas:
     step adds up the gradients of several microbatches; on one rank and without that, no bucket is needed. `start`
     begins to sum a bucket over the axis; by default the backend's own all-reduce. The weights in `apart` are replicated
     on other ranks than the rest: `start_apart` sums their gradients. With `low_halves` the module's weights are
-    halves of split master weights already.
+    halves of split master weights already. With `late`, finish() does not wait for the sums.
     """
 
     def __init__(
         self, module: nn.Module, axis: Axis | None, dtype: torch.dtype, bucket_mb: float, summed: bool,
         start: Start | None = None, apart: frozenset[str] = frozenset(), start_apart: Start | None = None,
-        compressor: Compressor | None = None, low_halves: dict[str, Tensor] | None = None,
+        compressor: Compressor | None = None, late: LateSums | None = None,
+        low_halves: dict[str, Tensor] | None = None,
     ):  # fmt: skip
-        self.module, self.axis, self.last, self.compressor = module, axis, True, compressor
+        self.module, self.axis, self.last, self.compressor, self.late = module, axis, True, compressor, late
         self.start = start or (axis.start_all_reduce if axis else None)
+        if late is not None:
+            self.start = late.start
         self.apart, self.start_apart = apart, start_apart
         self.weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.master_params: dict[str, Tensor] = dict(self.weights)

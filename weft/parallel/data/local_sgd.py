@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,8 +23,39 @@ CODECS = {f"int{bits}": Integers(bits, QUANTIZATION_BLOCK) for bits in (8, 4)}
 Tensors = dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class Update:
+    """An update with the gradients that the weights hold, times `factor`."""
+
+    step: int
+    factor: Tensor
+    lr: float
+    average: bool = True
+    """Whether averages of the weights (EMA) take the update in."""
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """The norm of the gradients before clipping, whether the update was made, and on a GPU that decides it by itself a
+    boolean there."""
+
+    norm: Tensor
+    taken: bool
+    decided: bool | Tensor
+
+
+Apply = Callable[[Update], UpdateResult]
+
+
 class EveryStep:
     """Gradients are summed in every step, so nothing is done between steps."""
+
+    no_snapshots = ""
+    """Why steps are not copied to memory; empty: they are."""
+
+    def update(self, update: Update, apply: Apply) -> UpdateResult:
+        """Update the weights after the backward passes of a step."""
+        return apply(update)
 
     def after_step(self, step: int, count: Tensor, refresh: Callable[[], None]) -> None:
         """Call after a step with its number of valid targets."""

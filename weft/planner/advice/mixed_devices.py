@@ -114,10 +114,12 @@ def _shares(each: list[PlanStart], calibration: Calibration, alone: float) -> Mi
         [s.world * (s.device.peak_tflops.get("bf16") or s.device.peak_tflops.get("fp16") or 0.05) for s in each]
     )
     best: Mixed | None = None
+    tried = list[list[int]]()
     for _ in range(ROUNDS):
         shares = _rounded(batch, speed / speed.sum(), unit)
-        if shares is None:
+        if shares is None or shares in tried:
             return best
+        tried.append(shares)
         found = [_best(s, n, calibration) for s, n in zip(each, shares, strict=True)]
         if any(f is None or len(f) == 0 for f in found):
             return best

@@ -54,6 +54,8 @@ def gains_of_other_settings(search: LayoutSearch, found: SearchResult) -> list[G
             continue
         if value in getattr(search.space, name) or not _is_supported(key, value):
             continue
+        if name == "compression" and int(one.ep[0]) > 1:  # refused (planner/rules/communication_rules.py)
+            continue
         same: dict[str, Any] = {axis: (int(getattr(one, axis)[0]),) for axis in ("pp", "tp", "cp", "ep")}
         other = LayoutSearch(search.space.restricted(**same, **{name: (value,)}), found.estimator).find()
         if len(other) and other.times[0] < (1 - MIN_GAIN) * found.times[0]:

@@ -223,7 +223,7 @@ def model_facts(job: Job) -> ModelFacts:
         qkv_bias=int(model.biases[0]), out_bias=int(model.biases[1]), mlp_bias=int(model.biases[2]),
         norm_rows=2 if model.norm == "layernorm" and model.bias else 1, qk_norm=_qk_norm_values(model),
         block_norms=4 if model.norm_at == "both" else 2,
-        embedding_rows=model.patch_dim + 1 if vit else model.vocab,
+        embedding_rows=model.patch_dim + 1 + int(bool(model.class_token)) if vit else model.vocab,
         head_share=1 / job.data.seq_len if model.labels_samples else 1.0, **_encoder_ends(model),
         head_low=int(job.fp8.head), frozen=int(model.lora is not None), **extra, **_latent(model),
     )  # fmt: skip
@@ -239,7 +239,7 @@ def _encoder_ends(model: Model) -> dict[str, float]:
         share = (layers - (model.encoder_layers or 0)) / layers
         return {"around_blocks": tables + dim, "cross_share": share}
     if not model.is_encoder:
-        return {}
+        return {"around_blocks": model.outputs} if model.class_token else {}
     norms = 0 if model.classes else 2 * dim  # classification has no last norm, which is counted elsewhere
     rest = (model.token_types or 0) * dim + norms + dim * dim + dim + model.outputs
     return {"around_blocks": rest, "head_square": 1}
@@ -294,6 +294,8 @@ class ClusterFacts:
     """Host memory for each device."""
     disk_gb_s: Size = 2.0
     device: Device | None = field(default=None)
+    allreduce: str = "auto"
+    """How replicas sum their gradients (comm.allreduce)."""
 
     @property
     def node_size(self) -> Size:
@@ -358,7 +360,10 @@ def cluster_facts(job: Job, world: int, device: Device | None = None, memory_gib
     memory = memory_gib or job.cluster.memory_gib
     made = make_cluster(device, world, per_node, network.gb_s / share, network.latency_us, memory)
     price = job.cluster.price_usd_hour
-    return replace(made, levels=_levels(job, made), price_usd_hour=made.price_usd_hour if price is None else price)
+    return replace(
+        made, levels=_levels(job, made), price_usd_hour=made.price_usd_hour if price is None else price,
+        allreduce=job.comm.allreduce,
+    )  # fmt: skip
 
 
 def _levels(job: Job, made: ClusterFacts) -> tuple[Level, ...]:

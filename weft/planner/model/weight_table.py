@@ -77,6 +77,8 @@ def _transformer(m: Model, sequence: bool, first: int, end: int, begins: bool, e
         if m.is_classifier:
             yield Weight("embed.weight", (dim, m.patch_dim), "", None, sequence)
             yield Weight("embed.bias", (dim,), "", None, sequence)
+            if m.class_token:
+                yield Weight("embed.token", (dim,), "", None, sequence)
         else:
             yield Weight("embed.weight", (vocab, dim), "", 0)
         if m.positions == "learned":
@@ -95,7 +97,7 @@ def _transformer(m: Model, sequence: bool, first: int, end: int, begins: bool, e
             yield from _norm(m, "norm", "", dim, sequence)
         if not (m.tied and begins):
             yield Weight("head.weight", (m.outputs, dim), "", 0)
-        if m.is_encoder:
+        if m.has_head_bias:
             yield Weight("head.bias", (m.outputs,), "", 0)
         if m.classes:
             yield Weight("head.pooler.weight", (dim, dim), "", None, True)

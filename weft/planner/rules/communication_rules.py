@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from weft.hardware.rank_environment import rank_info, under_mpi
+from weft.job.compression import parse_compression
 from weft.job.schema import Job
 from weft.planner.plan import Plan
 
 
+def sums_by_messages(compression: str) -> bool:
+    """Whether a compression can be summed by ring, tree or two levels: all but lists, low ranks and adaptive."""
+    entry = parse_compression(compression).entry
+    return entry.share is None and not entry.low_rank and not entry.adaptive
+
+
 def allreduce_rule(job: Job, plan: Plan) -> str | None:
-    """comm.allreduce applies to uncompressed gradients of replicas."""
+    """comm.allreduce applies to gradients of replicas that are sent in full or rounded."""
     if job.comm.allreduce in ("auto", "native"):
         return None
-    if job.comm.compression != "none":
+    if not sums_by_messages(job.comm.compression):
         return (
-            f"comm.allreduce={job.comm.allreduce} sums uncompressed gradients, and "
-            f"comm.compression={job.comm.compression} compresses them; allreduce=auto would work"
+            f"comm.allreduce={job.comm.allreduce} adds up gradients from rank to rank, and "
+            f"comm.compression={job.comm.compression} does not send every number in each message; "
+            "allreduce=auto or compression=int8 would work"
         )
     if plan.dp_shard == 1:
         return None

@@ -130,8 +130,8 @@ def job_space(job: Job, world: int, precision: str, recompute: Iterable[str] = R
     return Space(
         **share, parts=parts, tp_parts=-(-layers // 2) if model.is_stack else None, tp=tuple(tp), cp=tuple(cp),
         pp=tuple(d for d in options if d <= parts),
-        ep=tuple(d for d in options if experts % d == 0) if experts else (1,), heads=heads, kv_heads=kv,
-        experts=experts, **fixed,
+        ep=tuple(d for d in options if experts % d == 0) if experts and job.comm.compression == "none" else (1,),
+        heads=heads, kv_heads=kv, experts=experts, **fixed,
     )  # fmt: skip
 
 

@@ -40,6 +40,8 @@ class BlockTime:
     ep: Size
     head: Size
     """Both passes."""
+    head_again: Size
+    """What full recompute repeats of it."""
     embedding: Size
     row_bytes: Size
     """Bytes of the residual stream."""
@@ -79,7 +81,11 @@ def block_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: 
     size = np.where(layouts.precision == 0, 4.0, 2.0)
     row = tokens * model.dim * size
     # tensor parallel: two sums forward and two backward, as large as the residual stream
-    tp = 2 * links.all_reduce_time(links.rank_group(cluster, layouts.tp, ones, cal), row) * (1 - cal.overlap_tp)
+    near_tp = links.rank_group(cluster, layouts.tp, ones, cal)
+    tp = 2 * links.all_reduce_time(near_tp, row) * (1 - cal.overlap_tp)
+    head = w.head_forward
+    if cal.logits_whole:
+        head = head + links.all_gather_time(near_tp, tokens * model.head_share * model.vocab * size)
     # context parallel: keys and values go round a ring, or heads are exchanged
     near = links.rank_group(cluster, layouts.cp, layouts.tp, cal)
     ring = (layouts.cp - 1) * links.send_time(near, 2 * tokens * model.kv_width / layouts.tp * size)
@@ -102,5 +108,6 @@ def block_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: 
         backward=_smooth_max(gpu_b, host * cal.host_backward, cal.host_blend) * ratio,
         weights=w.weights * ratio,
         again=w.inner * ratio, gpu_forward=gpu_f, gpu_backward=gpu_b, gpu_again=w.inner, tp=tp, cp_forward=cp_f,
-        cp_backward=cp_b, ep=ep, head=w.head_forward + w.head_backward, embedding=w.embedding, row_bytes=row,
+        cp_backward=cp_b, ep=ep, head=head + w.head_backward, head_again=head * cal.head_again,
+        embedding=w.embedding, row_bytes=row,
     )  # fmt: skip

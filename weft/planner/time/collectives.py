@@ -70,6 +70,28 @@ def all_reduce_time(g: Group, bytes_: Size) -> Size:
     return 2 * all_gather_time(g, bytes_)
 
 
+def ring_time(g: Group, bytes_: Size) -> Size:
+    """All-reduce by a ring of messages: each round passes through one link between nodes."""
+    rounds = 2 * (g.ranks - 1)
+    return np.where(g.ranks > 1, rounds * (_hop_s(g) + bytes_ / g.ranks / (g.one_gb_s * 1e9)), 0.0)
+
+
+def tree_time(g: Group, bytes_: Size) -> Size:
+    """All-reduce by a binomial tree of messages, up and down: the root's link carries the tensor in every round."""
+    rounds = 2 * np.ceil(np.log2(np.maximum(g.ranks, 1)))
+    return np.where(g.ranks > 1, rounds * (_hop_s(g) + bytes_ / (g.one_gb_s * 1e9)), 0.0)
+
+
+REPLICA_SUMS = {"auto": all_reduce_time, "native": all_reduce_time, "hierarchical": all_reduce_time,
+                "ring": ring_time, "tree": tree_time}  # fmt: skip
+"""Time of an all-reduce over replicas by comm.allreduce; two levels use all links of a node, as backends do."""
+
+
+def _hop_s(g: Group) -> Size:
+    """Latency of a message to the next rank."""
+    return g.latency_s / np.maximum(g.ranks - 1, 1)
+
+
 def all_to_all_time(g: Group, bytes_: Size, copies: Size = 1) -> Size:
     """All-to-all in which each rank sends `bytes_` in total, evenly to all.
 
@@ -87,5 +109,4 @@ def all_to_all_time(g: Group, bytes_: Size, copies: Size = 1) -> Size:
 
 def send_time(g: Group, bytes_: Size) -> Size:
     """Point-to-point message to the next rank of the group."""
-    hop = g.latency_s / np.maximum(g.ranks - 1, 1)
-    return np.where(g.ranks > 1, hop + bytes_ / (g.one_gb_s * 1e9), 0.0)
+    return np.where(g.ranks > 1, _hop_s(g) + bytes_ / (g.one_gb_s * 1e9), 0.0)

@@ -15,6 +15,7 @@ from weft.planner.model.facts import ModelFacts, Size
 from weft.planner.model.parameters import ParamShard, Weight
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts
+from weft.planner.time.allreduce_messages import by_messages, ranks_on_node, sent_of
 from weft.planner.time.compression_warmup import (
     WARMUP_COMPRESSION,
     pays_low_rank,
@@ -77,21 +78,33 @@ def compresses(compression: str, weight: Weight) -> bool:
     return not setting.entry.low_rank or pays_low_rank(rows, columns, int(setting.number))
 
 
-def replica_bytes(plan: Plan, shards: Iterable[ParamShard], ranks: int, at: float) -> Counter[str]:
-    """Bytes a rank sends to sum gradients of unsharded weights over replicas, at an age of the run; adaptive
+def replica_bytes(plan: Plan, shards: Iterable[ParamShard], ranks: int, rank: int, at: float) -> Counter[str]:
+    """Bytes that one of the replicas' ranks sends to sum gradients of unsharded weights, at an age of the run; adaptive
     counts as uncompressed."""
     out: Counter[str] = Counter()
     wanted = parse_compression(plan.compression)
     setting = setting_at(wanted, at, ranks)
+    if by_messages(plan.allreduce):
+        times = sent_of(plan.allreduce, ranks, rank, ranks_on_node(plan))
+        size = sum(
+            shard.whole * per_number(setting) if is_compressed(plan, shard.weight) else _aligned(shard.whole)
+            for shard in shards
+        )
+        return Counter({"send": round(times.sent * size), "recv": round(times.received * size)})
     for shard in shards:
         if not is_compressed(plan, shard.weight):
-            out["all_reduce"] += 4 * (-(-shard.whole // GRADIENT_ALIGNMENT) * GRADIENT_ALIGNMENT)
+            out["all_reduce"] += _aligned(shard.whole)
         elif thin := _thin(plan, wanted, shard, at):
             out["all_reduce"] += thin
             out["broadcast"] += _columns(plan, wanted, shard, at)
         else:
             _halves(out, _coded(setting), shard.whole, ranks)
     return out
+
+
+def _aligned(numbers: int) -> int:
+    """Bytes of a gradient in a bucket, in fp32."""
+    return 4 * -(-numbers // GRADIENT_ALIGNMENT) * GRADIENT_ALIGNMENT
 
 
 def _thin(plan: Plan, wanted: Compression, shard: ParamShard, at: float) -> int:

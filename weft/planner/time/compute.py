@@ -18,6 +18,9 @@ MEMORY_SHARE = 0.85
 SCORE_BYTES = 12
 """Bytes moved per score by unfused attention in the forward pass."""
 
+LOGIT_BYTES = 6
+"""Bytes moved per logit by the loss in each pass."""
+
 
 @dataclass(frozen=True)
 class ComputeTime:
@@ -120,7 +123,7 @@ def compute_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal
     rows = tokens * model.head_share
     head_speed = np.where(model.head_low, fast, plain) * np.where(tp == 1, cal.head_whole, 1.0)
     head_f, head_b = both(rows, model.vocab / tp, model.dim, head_speed)
-    logits = rows * model.vocab / tp * 6 / memory * cal.traffic
+    logits = rows * model.vocab / (1 if cal.logits_whole else tp) * LOGIT_BYTES / memory * cal.traffic
     has_head = np.asarray(model.vocab) > 0
     return ComputeTime(
         forward=forward,

@@ -78,7 +78,11 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
                 _shards(plain, routed, held, out["ep_shard"], rest, out["dp_replicate"], at)
         else:
             if (copies := plan.dp_replicate * plan.cp) > 1:
-                out[joint].update(replica_bytes(plan, [p for p in others if p.weight.trained], copies, at))
+                trained, place = (
+                    [p for p in others if p.weight.trained],
+                    coords["dp_replicate"] * plan.cp + coords["cp"],
+                )
+                out[joint].update(replica_bytes(plan, trained, copies, place, at))
             if plan.dp_replicate * rest > 1:
                 out["expert_replicate"]["all_reduce"] += FP32_BYTES * sum(
                     -(-p.whole // GRADIENT_ALIGNMENT) * GRADIENT_ALIGNMENT for p in routed if p.weight.trained
@@ -321,7 +325,8 @@ def _approximate(job: Job, plan: Plan) -> dict[str, float]:
         share = plan.microbatch * plan.accumulation * job.data.seq_len
         out["cp"] = sum(context_bytes(job.model, plan, share, compute).values())
         if plan.dp_shard == 1:
-            out["cp"] += FP32_BYTES * parameters
+            group = "dp_replicate_cp" if plan.dp_replicate > 1 else "cp"
+            out[group] = out.get(group, 0.0) + FP32_BYTES * parameters
     if plan.dp_shard > 1:
         gathers = {1: 1, 2: 1, 3: 2 * plan.accumulation}[plan.zero]
         scatters = 1 if plan.zero == 1 else plan.accumulation

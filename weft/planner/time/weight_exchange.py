@@ -12,6 +12,7 @@ from weft.planner.model.facts import ClusterFacts, ModelFacts, Size
 from weft.planner.schedules.registry import LAST_STAGE_ON_FIRST_RANK
 from weft.planner.search.candidates import OFFLOADS, Layouts
 from weft.planner.time import collectives as links
+from weft.planner.time.allreduce_messages import by_messages
 from weft.planner.time.compression import encoding_bytes, gradient_bytes, weight_bytes
 from weft.planner.time.compute import MEMORY_SHARE
 from weft.planner.time.pipeline import stage_layers
@@ -81,8 +82,13 @@ def weight_exchange(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, 
     offloaded = layouts.offload == OFFLOADS.index("optimizer")
     stages = links.axis_group(cluster, layouts, "pp", cal)
     largest, last = stage_layers(model.layers, layouts.pp * layouts.virtual_stages)
+    once = sent(all_ranks, grad * trained) + sent(all_ranks, np.where(z >= 1, weight, grad) * trained)
+    if by_messages(cluster.allreduce):
+        by = links.REPLICA_SUMS[cluster.allreduce]
+        summed = by(all_ranks, shared * grad * trained) + links.all_reduce_time(expert_ranks, experts * grad * trained)
+        once = np.where(z >= 1, once, summed)
     return WeightExchange(
-        once=sent(all_ranks, grad * trained) + sent(all_ranks, np.where(z >= 1, weight, grad) * trained),
+        once=once,
         gathers=sent(shards, weight), scatter=sent(shards, grad * trained),
         between=np.where(layouts.dp_replicate > 1, between, 0.0),
         encoding=(shared + experts) * trained * encoding_bytes(layouts) / memory,

@@ -71,7 +71,10 @@ class Membership:
         self._listener = Listener(self.secret, self._serve, note, place.host)
         host, port = self._listener.address
         self.consensus.update(time.monotonic(), slots=slots, address=host, port=port)
-        self._registry.enter((host, port), incarnation)
+
+    def start(self) -> None:
+        """Enter the run and take part in decisions; from now on `decide` and `services` may be called."""
+        self._registry.enter(self._listener.address, self.consensus.own.incarnation)
         for work in (self._find_others, self._decide_attempts):
             threading.Thread(target=work, daemon=True, name=work.__name__.strip("_")).start()
 

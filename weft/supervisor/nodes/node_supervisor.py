@@ -64,6 +64,7 @@ class NodeSupervisor(Supervisor):
         )  # fmt: skip
         self.nodes.services |= {"store": self.store_server.serve, "copy": self.keeper.serve}
         self.sender = ReplicaSender(folder, self.nodes.secret, self.copy_request, self.nodes.set_copied, self.note)
+        self.nodes.start()
         threading.Thread(target=self._renew, daemon=True, name="lease").start()
 
     def _renew(self) -> None:
