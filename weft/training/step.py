@@ -86,7 +86,7 @@ class Stepper:
         self.before_update()
         tables = state.model.tables
         squares = None if tables is None else tables.squares()
-        norm = grad_norm(state.model.counted, self.mesh, squares) * grads.factor
+        norm = grad_norm(state.model.counted, self.mesh, squares, state.model.norms) * grads.factor
         clip = self.job.optim.clip
         clipped = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
         finite, wanted = torch.isfinite(norm), state.step + 1 not in state.skipped_steps
