@@ -98,7 +98,9 @@ def test_gradients_and_weights_leave_the_device_last() -> None:
     assert away["moved_gib"] == pytest.approx(2 * 4 * (away["gib"] - 2 * block), rel=1e-2)
     assert away["stored_gib"] == away["gib"] and "their weights as far as they do not fit" in plan.reasons[-1]
     grads = rows["gradients", "host"]
-    assert grads["gib"] == pytest.approx(2 * 32 * block, rel=1e-3) and grads["moved_gib"] == 4 * grads["gib"]
+    assert grads["gib"] == pytest.approx(2 * 32 * block, rel=1e-3) and grads["moved_gib"] == pytest.approx(
+        4 * grads["gib"]
+    )
     _, more = make_plan(job({**memory, "device_gib": 40}, train=train))
     assert (more.weight_share, more.gradient_home) == (0, "host") and more.predicted["memory_gib"] <= 40
     _, most = make_plan(job({**memory, "device_gib": 60}, train=train))
