@@ -25,9 +25,9 @@ def grad_norm(
     params = [p for p in grad_params if (p.grad is not None or id(p) in known) and mesh.holds_first(p)]
     counted = [local_of(p.grad) for p in params if p.grad is not None and id(p) not in known]
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    found = iter(foreach_norm(counted)) if counted else iter(())
+    found: list[Tensor] = list(foreach_norm(counted).unbind()) if counted else []
     if params:  # in one order, wherever the gradients are
-        total += torch.stack([known[id(p)] if id(p) in known else next(found) for p in params]).double().square().sum()
+        total += torch.stack([known[id(p)] if id(p) in known else found.pop(0) for p in params]).double().square().sum()
     if squares is not None:
         total += squares
     return mesh.sum_over_model(total).sqrt().float()

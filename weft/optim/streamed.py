@@ -100,8 +100,8 @@ class StreamedOptimizers(Optimizers):
     @property
     def moved(self) -> Counter[tuple[str, str, str, str]]:
         """Bytes copied, by kind, from, to, and phase."""
-        gradients = Counter() if self.gradients is None else self.gradients.moved
-        return self.stream.moved + self.weights.moved + gradients
+        moved = self.stream.moved + self.weights.moved
+        return moved if self.gradients is None else moved + self.gradients.moved
 
     def tier_report(self) -> dict[str, Any]:
         """Bytes copied since the start by (kind, from, to, phase), and how much of the copying was hidden."""

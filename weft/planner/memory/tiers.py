@@ -24,7 +24,7 @@ AUTO_OFFLOADS: tuple[dict[str, Any], ...] = (
     {"offload": "none"}, {"offload": "none", "split_master": True}, {"offload": "states"}, {"offload": "all"},
 )  # fmt: skip
 """What memory.offload=auto tries, by the time that it costs. The first that fits is taken."""
-LAST_RESORTS = {
+LAST_RESORTS: dict[tuple[str, ...], str] = {
     ("gradients",): "gradients of blocks live in host memory: they would not fit otherwise",
     ("gradients", "weights"): "gradients of blocks live in host memory, and their weights as far as they do not fit",
 }
