@@ -15,7 +15,7 @@ and 100 GiB of host memory for the largest parts; no network.
 | 13b, 20b | exact AdamW, states in host memory as far as they do not fit |
 | states | memory.states on the device and in host memory: bits, and losses beside exact states |
 | 13b-8bit, 32b | 8-bit moments, and those with master weights of 24 bits |
-| 32b-weights | the same with 118 GiB of the device, where weights of blocks live in host memory |
+| 32b-weights | the same with 115 GiB of the device, where weights of blocks live in host memory |
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ PARTS: dict[str, dict[str, Any]] = {
             "host_gib": 105,
             "recompute": "full",
             "states": "24bit-master",
-            "device_gib": 100,
+            "device_gib": 115,
         },
     },
     "20b": {"model": "20b", "memory": {"offload": "auto", "host_gib": 105, "recompute": "full"}},
@@ -171,7 +171,8 @@ def bitwise(name: str, steps: int) -> dict[str, Any]:
             "resident": plan, "split": replace(plan, split_master=True),
             "host": replace(plan, split_master=True, host_share=1.0, stream_gib=0.3),
             "half": replace(plan, split_master=True, host_share=0.5, stream_gib=0.3),
-            "weights": replace(plan, split_master=True, host_share=1.0, stream_gib=0.3, weight_share=1.0),
+            "weights": replace(plan, split_master=True, host_share=1.0, stream_gib=0.3, weight_share=1.0,
+                               gradient_home="host"),
         }  # fmt: skip
         kept: dict[str, Any] = {}
         for how, tried in plans.items():

@@ -14,7 +14,7 @@ BOXES = (
     ("device", DEVICE,
      ("weights in bf16", "gradients", "activations of the blocks that run", "slots for 3 pieces and more")),
     ("host memory", HOST,
-     ("moments", "low halves of master weights", "moving averages", "inputs and weights of blocks (all)")),
+     ("moments", "low halves of master weights", "moving averages", "inputs, gradients, weights of blocks")),
     ("disk (memory.disk)", DISK,
      ("moments and low halves that host", "memory cannot hold", "one preallocated file a rank")),
 )  # fmt: skip

@@ -60,12 +60,15 @@ def test_states_elsewhere_change_no_bit(name: str, tmp_path: Path) -> None:
         ("precision=bf16", "train.accumulation=1", "memory.recompute=full", "train.ema=0.9"),
     ],
 )
-def test_weights_elsewhere_change_no_bit(settings: tuple[str, ...]) -> None:
-    """Blocks visit the device for each pass. Two are there at a time, so a pass that turns around keeps two."""
+def test_weights_and_gradients_elsewhere_change_no_bit(settings: tuple[str, ...]) -> None:
+    """Blocks visit the device for each pass. Two are there at a time, so a pass that turns around keeps two. Gradients
+    are fetched for each sum after the first and for the update."""
     job, plan = make_plan(make_job("model.layers=5", *settings, parallel=section("1")), 1)
     mesh, split = connect(plan), plan.precision == "bf16"
     resident = tier_ranks.run(job, plan, mesh, 3, not_finite=1)
-    tiered = tier_ranks.run(job, replace(plan, weight_share=1.0, split_master=split), mesh, 3, not_finite=1)
+    tiered = tier_ranks.run(
+        job, replace(plan, weight_share=1.0, gradient_home="host", split_master=split), mesh, 3, not_finite=1
+    )
     assert resident.differences(tiered) == []
     optimizers = tiered.state.optimizers
     assert isinstance(optimizers, StreamedOptimizers)
@@ -78,6 +81,14 @@ def test_weights_elsewhere_change_no_bit(settings: tuple[str, ...]) -> None:
     assert moved["device", "host", "forward"] == moved["device", "host", "settle"] == sum(sizes)
     here = sum(t.untyped_storage().nbytes() for unit in weights.units.values() for t in unit.here.values())
     assert here == sizes[4] + sizes[0]
+    assert optimizers.gradients is not None
+    size = sum(t.numel() * t.element_size() for t in optimizers.gradients.home.values())
+    assert size == sum(sizes)
+    assert {key[1:]: moved // size for key, moved in optimizers.moved.items() if key[0] == "gradients" and moved} == {
+        ("device", "host", "backward"): passes, ("host", "device", "forward"): 1, ("host", "device", "settle"): 1,
+        **({("host", "device", "backward"): passes - 3} if passes > 3 else {}),
+    }  # fmt: skip
+    assert all(leaf.grad is None for n, leaf in optimizers.grad_params.items() if n in optimizers.gradients.home)
 
 
 def test_resume_from_the_other_kind(tmp_path: Path) -> None:

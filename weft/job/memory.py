@@ -25,8 +25,8 @@ class Memory(Section):
     """What lives outside of the device. activations moves the saved inputs and attention outputs of each block to host
     memory until its backward pass, and recomputes the rest of the block. states keeps the optimizer's moments and the
     low halves of the master weights in host memory, and copies them to the device for each update; the run is the
-    same, bit for bit. all is both, and weights of blocks as far as they do not fit. auto offloads as little as makes
-    the job fit."""
+    same, bit for bit. all is both, and gradients and weights of blocks if they do not fit. auto offloads as little as
+    makes the job fit."""
     offload_fraction: float | Literal["auto"] = "auto"
     """Share of the states that is offloaded, spread evenly over the model. auto: all of them with offload: states or
     all, and as many as do not fit with offload: auto."""
@@ -42,12 +42,13 @@ class Memory(Section):
     """Memory of a device that a rank may use, if less than it has. It also applies to CPU ranks."""
     disk: str | None = None
     """Folder for states that do not fit into host memory, on a local NVMe disk. Left out: nothing is kept on disk."""
-    homes: dict[Literal["moments", "master", "averages", "weights"], Home | dict[Home, float]] = Field(
+    homes: dict[Literal["moments", "master", "averages", "weights", "gradients"], Home | dict[Home, float]] = Field(
         default_factory=dict
     )
     """Where states of a kind live, instead of what the planner chooses: {moments: host}, or shares such as
     {moments: {host: 0.5, disk: 0.25}}, the rest on the device. master are the low halves of split master weights.
-    weights are those of blocks: in host memory, a block's are fetched before its forward and its backward pass."""
+    weights are those of blocks: in host memory, a block's are fetched before its forward and its backward pass.
+    gradients of blocks leave the device as the backward pass makes them (host), all or none."""
     disk_gib: float | None = Field(None, gt=0)
     """Space in memory.disk for each rank. Default: 90 % of what is free, divided by the ranks of a node."""
     disk_tbw: float | None = Field(None, gt=0)

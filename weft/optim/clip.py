@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -12,16 +12,22 @@ from weft.comm.shards import local_of
 from weft.mesh import Mesh
 
 
-def grad_norm(grad_params: Iterable[Tensor], mesh: Mesh, squares: Tensor | None = None) -> Tensor:
-    """The 2-norm of all gradients, with the same bits on every rank. `squares` is the sum of squares of further ones.
+def grad_norm(
+    grad_params: Iterable[Tensor], mesh: Mesh, squares: Tensor | None = None, norms: Mapping[int, Tensor] | None = None
+) -> Tensor:
+    """The 2-norm of all gradients, with the same bits on every rank. `squares` is the sum of squares of further ones;
+    `norms` has those of parameters whose gradients are elsewhere, by id.
 
     Of the ranks that hold the same shard one counts it: replicas that each computed the norm could differ in its last
     bit, and then in every weight.
     """
-    counted = [local_of(p.grad) for p in grad_params if p.grad is not None and mesh.holds_first(p)]
+    known = norms or {}
+    params = [p for p in grad_params if (p.grad is not None or id(p) in known) and mesh.holds_first(p)]
+    counted = [local_of(p.grad) for p in params if p.grad is not None and id(p) not in known]
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    if counted:
-        total += foreach_norm(counted).double().square().sum()
+    found: list[Tensor] = list(foreach_norm(counted).unbind()) if counted else []
+    if params:  # in one order, wherever the gradients are
+        total += torch.stack([known[id(p)] if id(p) in known else found.pop(0) for p in params]).double().square().sum()
     if squares is not None:
         total += squares
     return mesh.sum_over_model(total).sqrt().float()

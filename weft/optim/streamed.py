@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from weft.comm.shards import like, local_of
 from weft.job.schema import Optim
 from weft.memory.copies import Copies, make_copies
+from weft.memory.gradient_home import GradientHome
 from weft.memory.split_master import split_
 from weft.mesh import Mesh
 from weft.optim.build_optimizers import Optimizers, Params
@@ -88,6 +89,9 @@ class StreamedOptimizers(Optimizers):
         self.homes = StateHomes(self.pieces, model, ema, mesh, tiering.split, tiering.states, tiering.disk,
                                 self.weights)  # fmt: skip
         self.weights.begin()
+        self.gradients: GradientHome | None = getattr(model.parts[0].data, "gradient_home", None)
+        if self.gradients is not None:
+            self.gradients.copies = self.weights.stream.copies
         ema.deferred = bool(ema.averages)
         self.stream = StateStream(
             self.pieces, self.homes.disk, copies or make_copies(mesh.device), mesh.device, tiering.slot_bytes
@@ -96,7 +100,8 @@ class StreamedOptimizers(Optimizers):
     @property
     def moved(self) -> Counter[tuple[str, str, str, str]]:
         """Bytes copied, by kind, from, to, and phase."""
-        return self.stream.moved + self.weights.moved
+        moved = self.stream.moved + self.weights.moved
+        return moved if self.gradients is None else moved + self.gradients.moved
 
     def tier_report(self) -> dict[str, Any]:
         """Bytes copied since the start by (kind, from, to, phase), and how much of the copying was hidden."""
@@ -156,8 +161,12 @@ class StreamedOptimizers(Optimizers):
             state.decode()
         leaves = {s.key: opt.grad_params[s.key] for s in piece.slices}
         before = {key: leaf.grad for key, leaf in leaves.items()}
+        here = self._fetch_gradients(piece, update)
         for s in piece.slices:
-            grad = update.grads[s.name]
+            grad = here.get(s.key, update.grads[s.name])
+            if s.key in here:
+                leaves[s.key].grad = grad
+                continue
             leaves[s.key].grad = None if grad is None else s.of(grad)
         opt.step(update.lr, update.factor, update.taken)
         if piece.averages:
@@ -170,6 +179,16 @@ class StreamedOptimizers(Optimizers):
         for state in piece.coded:
             self._encode(opt, state, update.number)
         self.stream.leave(piece)
+
+    def _fetch_gradients(self, piece: Piece, update: _Update) -> dict[str, Tensor]:
+        """The gradients of a piece that live in host memory; those of the next piece are on their way afterwards."""
+        if (home := self.gradients) is None:
+            return {}
+        phase = self.stream.phase
+        found = {s.key: home.fetch((s.name, s.first, s.end), phase) for s in piece.slices if s.name in home.home}
+        if update.left:
+            home.prefetch([(s.name, s.first, s.end) for s in update.left[0].slices], phase)
+        return found
 
     def _encode(self, opt: Optimizers, state: PlacedState, step: int) -> None:
         draw = self._draw(state.part, state.kind, step)

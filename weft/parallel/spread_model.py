@@ -87,6 +87,12 @@ class SpreadModel:
         """The parameters whose gradients this rank adds to the norm."""
         return list(self.data.grad_params.values())
 
+    @property
+    def norms(self) -> dict[int, Tensor]:
+        """Norms of gradients that live in host memory, by the id of the parameter in `counted`."""
+        home = self.data.gradient_home
+        return {} if home is None else {id(self.data.grad_params[n]): norm for n, norm in home.norms.items()}
+
     def buffers(self) -> dict[str, Tensor]:
         """The persistent buffers of the module, by name."""
         passing = {
@@ -136,7 +142,12 @@ class SpreadModel:
     def finish(self, meanwhile: Callable[[], None] = nothing) -> None:
         """Complete the gradients after the last backward pass; a weight that was not used has one of zeros."""
         self.data.finish(meanwhile)
-        for leaf in self.data.grad_params.values():
+        home = self.data.gradient_home
+        if home is not None:
+            home.finish()
+        for name, leaf in self.data.grad_params.items():
+            if home is not None and name in home.home:
+                continue
             if leaf.grad is None:  # else the optimizer would decay it in some layouts only
                 leaf.grad = torch.zeros_like(leaf)
             leaf.grad = placed_like(leaf.grad, leaf)

@@ -82,12 +82,14 @@ class Estimator:
         assert self.engine is not None
         job, plan = self.engine.job, self.engine.plan
         counts = count_parameters(job.model)
-        if not (plan.offloads_states or plan.weight_share) or counts is None:
+        if not (plan.offloads_states or plan.away) or counts is None:
             return made
         cut = layouts.tp * layouts.pp * np.where(layouts.dp_shard > 1, layouts.dp_shard * layouts.cp, 1)
         moved = {home: counts.total / cut * size for home, size in moved_per_parameter(job, plan).items()}
         passes = np.where(layouts.recompute > 0, 4.0, 3.0)
         fetched = layouts.accumulation * fetched_weights(job, plan, layouts)
+        if plan.gradient_home == "host":  # fetched for the update, and for every sum but the first
+            moved["host"] = moved["host"] + counts.total * np.where(layouts.accumulation > 1, 4.0, 2.0)
         forward = made.step_time_s / passes if plan.lazy_update else 0.0 * made.step_time_s
         links = Links.of(load_measured(plan.device_name), plan.device)
         seconds = streamed_step_s(

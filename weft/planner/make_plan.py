@@ -20,7 +20,7 @@ from weft.planner.estimator import Estimator, make_estimator, run_memory
 from weft.planner.memory.disk_space import endurance_line
 from weft.planner.memory.layout_group import chunk_tokens, host_gib
 from weft.planner.memory.stage_blocks import split_blocks
-from weft.planner.memory.tiers import AUTO_OFFLOADS, OFFLOAD_REASONS, WEIGHTS_REASON, place_states, tier_settings
+from weft.planner.memory.tiers import AUTO_OFFLOADS, LAST_RESORTS, OFFLOAD_REASONS, place_states, tier_settings
 from weft.planner.model.facts import cluster_facts
 from weft.planner.model.reference_rate import peak_flops
 from weft.planner.plan import AXES, Plan
@@ -105,13 +105,15 @@ def start_plan(job: Job, world: int | None = None) -> PlanStart:
 
 
 def _or_with_weights(start: PlanStart, job: Job) -> PlanStart:
-    """The same with weights in host memory if it does not fit otherwise. Ranks that share the weights already hold
-    less of them, so an open layout does not use this."""
-    shared = start.world > 1 and (job.parallel == "auto" or start.plan.dp_shard > 1)
-    if job.model.module or shared or "weights" in job.memory.homes or _fits(start):
-        return start
-    return replace(_start_plan(job, start.world, weights=True), spare=start.spare,
-                   reasons=(*start.reasons, WEIGHTS_REASON))  # fmt: skip
+    """The same with gradients, or gradients and weights, in host memory if it does not fit otherwise: on one rank, as
+    several can share both."""
+    for also, reason in LAST_RESORTS.items():
+        pinned = {"weights", "gradients"} & job.memory.homes.keys()
+        if job.model.module or start.world > 1 or pinned or _fits(start):
+            break
+        reasons = tuple(r for r in start.reasons if r not in LAST_RESORTS.values())
+        start = replace(_start_plan(job, start.world, also), spare=start.spare, reasons=(*reasons, reason))
+    return start
 
 
 def _fits(start: PlanStart) -> bool:
@@ -121,7 +123,7 @@ def _fits(start: PlanStart) -> bool:
     return search.size == 0 or len(search.find()) > 0
 
 
-def _start_plan(job: Job, world: int | None = None, weights: bool = False) -> PlanStart:
+def _start_plan(job: Job, world: int | None = None, also: tuple[str, ...] = ()) -> PlanStart:
     job = default_layout(resolve(job))
     machine = probe()
     device = device_for(job, machine)
@@ -140,7 +142,7 @@ def _start_plan(job: Job, world: int | None = None, weights: bool = False) -> Pl
         fp8=job.fp8.model_dump(mode="json") if precision == "fp8" else {}, allreduce=job.comm.allreduce,
         sync=job.train.sync.mode, sync_every=job.train.sync.period,
     )  # fmt: skip
-    plan = replace(plan, **tier_settings(job, plan, world, weights))
+    plan = replace(plan, **tier_settings(job, plan, world, also))
     if job.parallel != "auto":
         plan = _pin(job.parallel, plan, world, job.model.experts)
         plan = _choose_sequence_parallel(job, plan, reasons)

@@ -75,6 +75,8 @@ class Plan:
     """Shares in host memory and on disk of the kinds of states whose homes the job pins (memory.homes)."""
     weight_share: float = 0.0
     """Share of the blocks' weights that lives in host memory; a block's are fetched before each of its passes."""
+    gradient_home: str = "device"
+    """Where gradients of blocks' matrices live: device, or host, which they go to as the backward pass makes them."""
     disk: str = ""
     """Folder of the states on disk."""
     stream_gib: float = 0.0
@@ -148,7 +150,12 @@ class Plan:
     @property
     def tiered(self) -> bool:
         """Whether states or weights live outside of the device, states in fewer bytes, or master weights are split."""
-        return self.split_master or self.states != "exact" or self.offloads_states or self.weight_share > 0
+        return self.split_master or self.states != "exact" or self.offloads_states or self.away
+
+    @property
+    def away(self) -> bool:
+        """Whether weights or gradients live in host memory."""
+        return self.weight_share > 0 or self.gradient_home == "host"
 
     @property
     def offloads_states(self) -> bool:

@@ -107,7 +107,7 @@ class Stepper:
         """Clip the gradients that the weights hold, times a factor, and update the weights."""
         state, tables = self.state, self.state.model.tables
         squares = None if tables is None else tables.squares()
-        norm = grad_norm(state.model.counted, self.mesh, squares) * update.factor
+        norm = grad_norm(state.model.counted, self.mesh, squares, state.model.norms) * update.factor
         clip = self.job.optim.clip
         clipped = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
         finite, wanted = torch.isfinite(norm), update.step not in state.skipped_steps

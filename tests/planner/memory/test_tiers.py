@@ -85,29 +85,37 @@ def test_pinned_homes_are_rows_of_the_plan(tmp_path: Path) -> None:
         make_plan(job({**memory, "homes": {"moments": "host"}, "host_gib": 9}))
 
 
-def test_weights_leave_the_device_last() -> None:
-    """Only what does not fit with all states elsewhere, in whole blocks; a pinned share is as it is asked for."""
-    memory = {"offload": "auto", "device_gib": 40, "host_gib": 120}
-    _, plan = make_plan(job(memory, train={"global_batch": 4, "microbatch": 1}))
+def test_gradients_and_weights_leave_the_device_last() -> None:
+    """Only what does not fit with all states elsewhere, weights in whole blocks; a pinned share is as asked for."""
+    train = {"global_batch": 4, "microbatch": 1}
+    memory = {"offload": "auto", "device_gib": 16, "host_gib": 180}
+    _, plan = make_plan(job(memory, train=train))
     rows = {(row["kind"], row["home"]): row for row in plan.homes}
-    assert plan.host_share == 1 and 0 < plan.weight_share < 1 and plan.predicted["memory_gib"] <= 40
+    assert plan.host_share == 1 and 0 < plan.weight_share < 1 and plan.predicted["memory_gib"] <= 16
     assert plan.weight_share * 32 == pytest.approx(round(plan.weight_share * 32))
     away, block = rows["weights", "host"], 2 * 218112000 / 2**30
     assert away["gib"] == pytest.approx(plan.weight_share * 32 * block, rel=1e-3)
     assert away["moved_gib"] == pytest.approx(2 * 4 * (away["gib"] - 2 * block), rel=1e-2)
-    assert away["stored_gib"] == away["gib"] and "weights of blocks live in host memory" in plan.reasons[-1]
-    _, same = make_plan(job({**memory, "device_gib": 60}, train={"global_batch": 4, "microbatch": 1}))
-    assert same.weight_share == 0
+    assert away["stored_gib"] == away["gib"] and "their weights as far as they do not fit" in plan.reasons[-1]
+    grads = rows["gradients", "host"]
+    assert grads["gib"] == pytest.approx(2 * 32 * block, rel=1e-3) and grads["moved_gib"] == pytest.approx(
+        4 * grads["gib"]
+    )
+    _, more = make_plan(job({**memory, "device_gib": 40}, train=train))
+    assert (more.weight_share, more.gradient_home) == (0, "host") and more.predicted["memory_gib"] <= 40
+    _, most = make_plan(job({**memory, "device_gib": 60}, train=train))
+    assert (most.weight_share, most.gradient_home) == (0, "device")
     _, half = make_plan(job({"offload": "states", "homes": {"weights": {"host": 0.5}}, "host_gib": 100}))
-    assert half.weight_share == 0.5
-    for changed, message in (
-        ({"homes": {"weights": "disk"}}, r"weights live on the device or in host memory"),
-        ({"homes": {"weights": "host"}, "dp_shard": 2}, r"and parallel\.dp_shard=2 gathers them from shards"),
+    assert (half.weight_share, half.gradient_home) == (0.5, "device")
+    for homes, shards, message in (
+        ({"weights": "disk"}, 1, r"weights live on the device or in host memory"),
+        ({"weights": "host"}, 2, r"and parallel\.dp_shard=2 gathers them from shards"),
+        ({"gradients": "host"}, 2, r"and 2 ranks sum or share them on the device"),
+        ({"gradients": {"host": 0.5}}, 1, r"has shares of gradients, and all of them leave or none"),
     ):
-        shards = changed.pop("dp_shard", 1)
         cluster = {"device": "h200-sxm", "nodes": 1, "devices_per_node": shards}
         with pytest.raises(JobError, match=message):
-            make_plan(job({"offload": "states", "host_gib": 100, **changed}, cluster=cluster,
+            make_plan(job({"offload": "states", "host_gib": 100, "homes": homes}, cluster=cluster,
                           parallel={"dp_shard": shards}))  # fmt: skip
     with pytest.raises(FitError, match=r"weights need \d+\.\d+ GiB of host memory a rank, and 8\.00 GiB may be used"):
         make_plan(job({"offload": "states", "homes": {"weights": "host"}, "host_gib": 8}))

@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard
 from weft.comm.algorithms import Start
 from weft.comm.axis import Axis, Pending
 from weft.comm.shards import like, local_of, placed_like
+from weft.memory.gradient_home import GradientHome
 from weft.memory.split_master import copy_rounded, hollow, rounded
 from weft.parallel.data.bucket import Bucket
 from weft.parallel.data.bucket_queue import BucketQueue
@@ -69,14 +70,15 @@ class Replicas:
     step adds up the gradients of several microbatches; on one rank and without that, no bucket is needed. `start`
     begins to sum a bucket over the axis; by default the backend's own all-reduce. The weights in `apart` are replicated
     on other ranks than the rest: `start_apart` sums their gradients. With `low_halves` the module's weights are
-    halves of split master weights already. With `late`, finish() does not wait for the sums.
+    halves of split master weights already. Gradients of the weights in `gradients_away` go to host memory. With `late`,
+    finish() does not wait for the sums.
     """
 
     def __init__(
         self, module: nn.Module, axis: Axis | None, dtype: torch.dtype, bucket_mb: float, summed: bool,
         start: Start | None = None, apart: frozenset[str] = frozenset(), start_apart: Start | None = None,
         compressor: Compressor | None = None, late: LateSums | None = None,
-        low_halves: dict[str, Tensor] | None = None,
+        low_halves: dict[str, Tensor] | None = None, gradients_away: frozenset[str] = frozenset(),
     ):  # fmt: skip
         self.module, self.axis, self.last, self.compressor, self.late = module, axis, True, compressor, late
         self.start = start or (axis.start_all_reduce if axis else None)
@@ -99,6 +101,9 @@ class Replicas:
             self.weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.grad_params: dict[str, Tensor] = self.master_params
         self.compute_params: dict[str, Tensor] = dict(self.weights) if self.mixed else {}
+        device = local_of(next(iter(self.weights.values()))).device if gradients_away else torch.device("cpu")
+        moving = {n: w for n, w in self.weights.items() if n in gradients_away}
+        self.gradient_home = GradientHome(moving, summed, device) if gradients_away else None
         self.local_squares: list[Tensor] = []
         """Square norms of this rank's own gradients, bucket by bucket, before they are summed over the replicas."""
         self.buckets: list[Bucket] = []
@@ -114,7 +119,8 @@ class Replicas:
 
     def _fill_buckets(self, limit: int) -> None:
         filling: dict[str, list[str]] = {}
-        for name in reversed(self.weights):  # the backward pass computes the last gradients first
+        here = [n for n in self.weights if self.gradient_home is None or n not in self.gradient_home.home]
+        for name in reversed(here):  # the backward pass computes the last gradients first
             kind, size = self._kind(name), local_of(self.master_params[name]).numel()
             names = filling.setdefault(kind, [])
             if names and sum(local_of(self.master_params[n]).numel() for n in names) + size > limit:
@@ -213,6 +219,8 @@ class Replicas:
             self.queue.step_over(self.axis, [bucket.flat for bucket in self.buckets])
 
     def zero_grad(self) -> None:
+        if self.gradient_home is not None:
+            self.gradient_home.begin()
         if not self.buckets:
             for weight in self.weights.values():
                 weight.grad = None
@@ -255,6 +263,7 @@ class Shards:
             m.set_force_sum_reduction_for_comms(True)
         self.master_params: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.grad_params, self.compute_params = self.master_params, dict[str, Tensor]()
+        self.gradient_home: GradientHome | None = None
         if compressor is not None:
             self._compress(compressor)
 

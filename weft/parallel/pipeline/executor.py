@@ -99,6 +99,11 @@ class Pipelined:
         return list(self.stages.values())
 
     @property
+    def norms(self) -> dict[int, Tensor]:
+        """Of gradients in host memory: a pipeline has none."""
+        return {}
+
+    @property
     def grad_params(self) -> dict[str, Tensor]:
         """The master weights themselves: a pipeline sums over microbatches."""
         return self.master_params

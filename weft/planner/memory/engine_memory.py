@@ -94,6 +94,11 @@ class EngineMemory:
         found = group.block_weights(group.held())
         return float(np.max(found.total)), float(np.max(found.largest))
 
+    def block_gradients(self, layouts: Layouts, place: Place) -> float:
+        """Bytes of the gradients of one rank that live in host memory."""
+        group = self._one(layouts, place)
+        return float(np.max(group.block_gradients(group.held())))
+
     def step_facts(self, layouts: Layouts, place: Place) -> dict[str, Size]:
         """Figures of one layout's rank: parameters before and after sharding, blocks, bytes that a block keeps on
         average, microbatches in flight, and whether gradients stay in the compute dtype, as nothing is summed."""

@@ -146,6 +146,7 @@ class LayoutGroup:
             gathers_again=flags["zero"] == 3 and not flags["splits"], buckets=flags["buckets"],
             steady=flags["piped"] and bool(np.all(steady)),
             compute_bytes=self.compute_bytes, copies_reduced=self.plan.backend == "gloo",
+            gradients_leave=self.plan.gradient_home == "host",
         )  # fmt: skip
         passes = Passes.from_table(shared.passes, shared.columns[chosen], layouts.recompute)
         states = shared.states_of(chosen)
@@ -237,9 +238,12 @@ class LayoutGroup:
             "parameters": masters + bytes_["frozen"] + bytes_["copies"] + bytes_["average"] * here["averages"]
             - self.block_weights(held).freed(self.plan.weight_share),
             "optimizer": optimizer,
-            "communication": residual_bytes(layouts) * held.compressed, "gradients": bytes_["gradients"],
+            "communication": residual_bytes(layouts) * held.compressed,
+            "gradients": bytes_["gradients"] - self.block_gradients(held),
             "update": np.maximum(held.scratch, (width if self.flags["tp"] else 0) * held.partial),
         }  # fmt: skip
+        if self.plan.gradient_home == "host":  # those of the pieces that are updated and come next
+            out["update"] += 2 * width * np.minimum(held.held, STREAMED_PIECE_ELEMENTS)
         if self.plan.states != "exact":  # a piece's states are decoded, updated and encoded
             piece = np.minimum(held.held, STREAMED_PIECE_ELEMENTS)
             moments = OPTIMIZERS[job.optim.name].state_per_parameter(job.optim)
@@ -257,6 +261,14 @@ class LayoutGroup:
             for kind, sizes in kinds.items()
             for row in ("gathered", "trained_gathered", "trained_padded")
         }
+
+    def block_gradients(self, held: UnitSizes) -> Size:
+        """Bytes of gradients that live in host memory."""
+        if self.plan.gradient_home != "host":
+            return 0.0
+        ends = UnitSizes.none(len(self.layouts)) if self.job.model.is_stack else self._ends(self.units_here())
+        mine, rest = self.states(held)["gradients"], self.states(ends)["gradients"]
+        return mine - rest
 
     def block_weights(self, held: UnitSizes) -> BlockWeights:
         """Bytes of the weights of all blocks and of the largest one, with fp32 master weights that are copies."""

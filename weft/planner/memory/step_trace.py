@@ -101,6 +101,8 @@ class Regime:
     compute_bytes: int
     copies_reduced: bool
     """The backend copies what it reduces (Gloo)."""
+    gradients_leave: bool = False
+    """Gradients of blocks go to host memory as they are made."""
 
     @property
     def weights(self) -> str:
@@ -325,7 +327,9 @@ class StepTrace:
         if not r.sharded:
             size = unit.gradient - (self.s.head_grad - self.s.tied_grad if made else 0.0)
             w.add(size, "gradients")
-            self._keep(size, first)
+            if r.gradients_leave and not made:  # one is summed in fp32 while the next is made
+                w.flash(size * FP32_BYTES / r.compute_bytes, "gradients")
+            self._keep(size, first and not (r.gradients_leave and not made))
             return
         if r.in_place:
             if first:

@@ -23,9 +23,12 @@ from weft.planner.search.candidates import Layouts
 AUTO_OFFLOADS: tuple[dict[str, Any], ...] = (
     {"offload": "none"}, {"offload": "none", "split_master": True}, {"offload": "states"}, {"offload": "all"},
 )  # fmt: skip
-"""What memory.offload=auto tries, by the time that it costs. The first that fits is taken; the last resort is to keep
-weights in host memory too."""
-WEIGHTS_REASON = "weights of blocks live in host memory as far as they do not fit"
+"""What memory.offload=auto tries, by the time that it costs. The first that fits is taken."""
+LAST_RESORTS: dict[tuple[str, ...], str] = {
+    ("gradients",): "gradients of blocks live in host memory: they would not fit otherwise",
+    ("gradients", "weights"): "gradients of blocks live in host memory, and their weights as far as they do not fit",
+}
+"""What else leaves the device with memory.offload=all or auto, if nothing less fits."""
 OFFLOAD_REASONS = {
     "states": "states live outside of the device as far as they do not fit",
     "all": "states and activations live outside of the device: nothing less fits",
@@ -43,8 +46,8 @@ def can_split(job: Job, precision: str, world: int) -> bool:
     return world == 1 and precision in ("bf16", "fp8") and not job.model.module
 
 
-def tier_settings(job: Job, plan: Plan, world: int, weights: bool = False) -> dict[str, Any]:
-    """The plan's fields for the search: as much offloaded as memory.offload allows; with `weights`, these too."""
+def tier_settings(job: Job, plan: Plan, world: int, also: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The plan's fields for the search: as much offloaded as memory.offload allows, `also` of gradients and weights."""
     memory = job.memory
     offloads = memory.offload in ("states", "all")
     split = can_split(job, plan.precision, world) and (
@@ -57,7 +60,8 @@ def tier_settings(job: Job, plan: Plan, world: int, weights: bool = False) -> di
     away = share or any(sum(own.values()) for own in pinned.values())
     return {
         "split_master": split, "states": memory.states, "host_share": share, "disk": memory.disk or "",
-        "weight_share": _pinned(job, "weights").get("host", 0.0) or (weights and 1.0),
+        "weight_share": _pinned(job, "weights").get("host", 0.0) or float("weights" in also),
+        "gradient_home": "host" if _pinned(job, "gradients").get("host") or "gradients" in also else "device",
         "home_shares": pinned, "stream_gib": away and STREAM_SLOTS * _piece_bytes(job, split, world) / GIB,
     }  # fmt: skip
 
@@ -85,7 +89,7 @@ def _disk_budget(job: Job, plan: Plan, world: int) -> float:
 
 def pinned_shares(job: Job) -> dict[str, dict[str, float]]:
     """Shares in host memory and on disk of the kinds of states that memory.homes pins."""
-    return {kind: _pinned(job, kind) for kind in job.memory.homes if kind != "weights"}
+    return {kind: _pinned(job, kind) for kind in job.memory.homes if kind not in ("weights", "gradients")}
 
 
 def _pinned(job: Job, kind: str) -> dict[str, float]:
@@ -146,7 +150,7 @@ def place_states(job: Job, plan: Plan, limit_gib: float, spare: bool, reasons: l
     if job.model.module:
         return replace(plan, homes=())
     layouts = Layouts.one(plan)
-    none = replace(plan, host_share=0.0, disk_share=0.0, stream_gib=0.0, weight_share=0.0)
+    none = replace(plan, host_share=0.0, disk_share=0.0, stream_gib=0.0, weight_share=0.0, gradient_home="device")
     engine = EngineMemory(job, none)
     held = {name: float(size[0]) / GIB for name, size in engine.states(layouts, Place(0)).items()}
     low = held["parameters"] / 4 * low_half_bytes(plan.states) if plan.split_master else 0.0
@@ -156,7 +160,9 @@ def place_states(job: Job, plan: Plan, limit_gib: float, spare: bool, reasons: l
         for home in ("host", "disk")
     }
     total = sum(gib for kind, gib in sizes.items() if kind not in plan.home_shares)
-    resident = float(engine.peak(layouts)[0]) / GIB
+    released = EngineMemory(job, replace(none, gradient_home=plan.gradient_home))
+    resident = float(released.peak(layouts)[0]) / GIB
+    gradients = released.block_gradients(layouts, Place(0)) / GIB
     share, least = plan.host_share if total else 0.0, plan.stream_gib
     if spare and share:
         share = min(1.0, max(0.0, (resident + least - limit_gib) / total * MARGIN))
@@ -165,10 +171,10 @@ def place_states(job: Job, plan: Plan, limit_gib: float, spare: bool, reasons: l
     blocks, largest = (size / GIB for size in engine.block_weights(layouts, Place(0)))
     excess = resident - away + least - limit_gib
     weights = _weight_share(job, plan, blocks, WEIGHT_UNITS * largest, excess)
-    host, disk = _shares(job, plan, total, share, spare, reasons, pinned, weights * blocks)
+    host, disk = _shares(job, plan, total, share, spare, reasons, pinned, weights * blocks, gradients)
     left = -excess + max(0.0, weights * blocks - WEIGHT_UNITS * largest)
     stream = min(away, least + max(0.0, STREAM_SHARE * left)) if away else 0.0
-    used = host * total + pinned["host"] + weights * blocks
+    used = host * total + pinned["host"] + weights * blocks + gradients
     parked = max(0.0, plan.host_gib - used) if plan.offloads_activations else plan.host_gib
     masters = 0.0 if plan.split_master else held["parameters"]
     parts = {"weights": held["copies"] + held["frozen"], "master weights": masters}
@@ -177,7 +183,9 @@ def place_states(job: Job, plan: Plan, limit_gib: float, spare: bool, reasons: l
         "master weights": weights * blocks * masters / max(1e-9, sum(parts.values())),
     }
     rows = [_row(k, "device", gib - of_blocks[k]) for k, gib in parts.items() if gib - of_blocks[k] > 1e-9]
-    rows.append(_row("gradients", "device", held["gradients"]))
+    rows.append(_row("gradients", "device", held["gradients"] - gradients))
+    if gradients:
+        rows.append(_row("gradients", "host", gradients, plan.accumulation * gradients, plan.accumulation * gradients))
     passes = 2 * plan.accumulation * max(0.0, 1 - WEIGHT_UNITS * largest / max(1e-9, weights * blocks))
     rows += [
         _row(k, "host", gib, passes * gib if k == "weights" or not parts["weights"] else gib, gib)
@@ -224,14 +232,15 @@ def _weight_share(job: Job, plan: Plan, blocks: float, slots: float, excess: flo
 
 def _shares(
     job: Job, plan: Plan, total: float, share: float, spare: bool, reasons: list[str], pinned: dict[str, float],
-    weights: float,
+    weights: float, gradients: float,
 ) -> tuple[float, float]:  # fmt: skip
     """Shares in host memory and on disk of the states that are not pinned, of `total` GiB, beside `pinned` ones and
-    `weights` GiB of weights in host memory."""
+    some GiB of weights and gradients in host memory."""
     host = _host_budget(job, plan.world)
-    if weights > host * MARGIN:
+    what = " and ".join(name for name, gib in (("weights", weights), ("gradients", gradients)) if gib)
+    if (weights := weights + gradients) > host * MARGIN:
         raise FitError(
-            f"weights need {weights:.2f} GiB of host memory a rank, and {host:.2f} GiB may be used (memory.host_gib, "
+            f"{what} need {weights:.2f} GiB of host memory a rank, and {host:.2f} GiB may be used (memory.host_gib, "
             "by default 70 % of the machine's memory); more ranks in parallel.tp or parallel.pp would need less"
         )
     host = max(0.0, host - weights)
@@ -257,7 +266,7 @@ def _shares(
     if not job.memory.disk:
         raise FitError(
             f"offloaded states need {share * total:.2f} GiB of host memory a rank, and {budget:.2f} GiB may be used "
-            f"{f'besides {weights:.2f} GiB of weights ' if weights else ''}(memory.host_gib, by default 70 % of the "
+            f"{f'besides {weights:.2f} GiB of {what} ' if weights else ''}(memory.host_gib, by default 70 % of the "
             "machine's memory); memory.disk=FOLDER would keep the rest on disk"
         )
     free = space - pinned["disk"]

@@ -69,9 +69,17 @@ def tiers_rule(job: Job, plan: Plan) -> str | None:
             )
     if memory.homes and not offloads:
         return f"memory.homes has no effect with memory.offload={memory.offload}; memory.offload=states would work"
-    given = memory.homes.get("weights", {})
-    if given == "disk" or (isinstance(given, dict) and given.get("disk")):
-        return "memory.homes keeps weights on disk, but weights live on the device or in host memory"
+    for what in ("weights", "gradients"):
+        given: object = memory.homes.get(what, {})  # type: ignore[call-overload]
+        if given == "disk" or (isinstance(given, dict) and given.get("disk")):
+            return f"memory.homes keeps {what} on disk, but {what} live on the device or in host memory"
+    if isinstance(memory.homes.get("gradients"), dict):
+        return "memory.homes has shares of gradients, and all of them leave or none; gradients: host would work"
+    if plan.gradient_home == "host" and plan.world > 1:
+        return (
+            f"memory.homes keeps gradients in host memory, and {plan.world} ranks sum or share them on the device; "
+            "one rank, or gradients: device with parallel.dp_shard, would work"
+        )
     if plan.weight_share and (problem := _weights_problem(job, plan)):
         return problem
     for kind, shares in plan.home_shares.items():
