@@ -80,7 +80,7 @@ class GradientHome:
 
     def fetch(self, part: Part, phase: str) -> Tensor:
         """A gradient on the device."""
-        values, arrived = self.ahead.pop(part, None) or self._fetch(part, phase)
+        values, arrived = self.ahead.pop(part) if part in self.ahead else self._fetch(part, phase)
         self.copies.wait(arrived)
         return values
 

@@ -70,7 +70,7 @@ def tiers_rule(job: Job, plan: Plan) -> str | None:
     if memory.homes and not offloads:
         return f"memory.homes has no effect with memory.offload={memory.offload}; memory.offload=states would work"
     for what in ("weights", "gradients"):
-        given: object = memory.homes.get(what, {})  # type: ignore[call-overload]
+        given: object = memory.homes.get(what, {})
         if given == "disk" or (isinstance(given, dict) and given.get("disk")):
             return f"memory.homes keeps {what} on disk, but {what} live on the device or in host memory"
     if isinstance(memory.homes.get("gradients"), dict):
