@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from helpers.command import Output
 
-import weft
 from weft.data.chat.template import load_template
 from weft.data.tokenizer import load_tokenizer
+from weft.pretrained.reader import from_hf
 from weft.training.chat import Chat
 from weft.training.generate import Sampling
 
@@ -63,12 +63,12 @@ def test_an_answer_ends_where_the_template_ends_it(special: bool, tmp_path: Path
     (tmp_path / "chat_template.jinja").write_text(CHATML)
     tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
     template = load_template(str(tmp_path / "tokenizer.json"), None, "</s>")
-    model = weft.from_hf(str(STORIES))  # type: ignore[attr-defined]
+    model = from_hf(str(STORIES))
     chat = Chat(model, tokenizer, template, window=512, tokens=5, sampling=Sampling(0.0))
     if special:
         assert inner.token_to_id("<|im_end|>") in chat.ends and not chat.sampling.stop
         asked = chat.encoder.encode_prompt([{"role": "user", "content": "Hi"}])
-        assert asked.count(inner.token_to_id("<|im_start|>")) == 2, "the template's tokens are special ones"
+        assert asked.count(inner.token_to_id("<|im_start|>") or 0) == 2, "the template's tokens are special ones"
     else:
         assert chat.sampling.stop == ("<|im_end|>",)
         assert "".join(chat.answer("Once upon a time")).strip() == chat.messages[-1]["content"]
