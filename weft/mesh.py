@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,6 +85,14 @@ class Mesh:
     """Whether replicas train on their own between exchanges (train.sync)."""
     store: dist.Store | None = None
     """The rendezvous store."""
+    towers: dict[str, Mesh] = field(default_factory=dict)
+    """The meshes of the towers that this rank holds (parallel.towers), by name."""
+    held_by: dict[int, tuple[Tensor, Mesh]] = field(default_factory=dict)
+    """By id, tensors of towers and the mesh of their tower."""
+
+    def assign(self, tensors: Iterable[Tensor], tower: Mesh) -> None:
+        """Remember that these tensors are spread over a tower's mesh."""
+        self.held_by |= {id(tensor): (tensor, tower) for tensor in tensors}
 
     def axis(self, name: str) -> Axis | None:
         """The axis, or None if it has one rank."""
@@ -117,6 +126,8 @@ class Mesh:
 
     def replica_axes(self, tensor: Tensor) -> list[Axis]:
         """The axes along which other ranks hold the same shard of a tensor."""
+        if (held := self.held_by.get(id(tensor))) is not None:
+            return held[1].replica_axes(tensor)
         sharded = sharded_axes(tensor)
         names = REPLICATED_EXPERTS if {"ep", "ep_shard"}.intersection(sharded) else REPLICATED
         others = {axis for name in sharded for axis in JOINT.get(name, (name,))}
@@ -148,9 +159,10 @@ class Mesh:
         wait in another collective.
         """
         assert self.device_mesh is not None
-        meshes = [self.device_mesh, *(m for m in (self.joined, self.folded) if m is not None)]
+        of_towers = [tower.device_mesh for tower in self.towers.values()]
+        meshes = [self.device_mesh, *(m for m in (self.joined, self.folded, *of_towers) if m is not None)]
         groups = [g for mesh in meshes for g in mesh.get_all_groups()]
-        groups += [axis.group for axis in self.every_axis()]
+        groups += [axis.group for mesh in (self, *self.towers.values()) for axis in mesh.every_axis()]
         one = torch.ones(1, device=self.device)
         for group in {g.group_name: g for g in groups if g.size() > 1}.values():
             dist.all_reduce(one, group=group)
@@ -314,7 +326,37 @@ def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta, host_
         host_group = everyone.group
     else:
         host_group = dist.new_group(backend=host_backend, timeout=timeout)
-    return Mesh(
+    mesh = Mesh(
         rank, world, device, device_mesh, axes, everyone, host_group, disk_group, coords, joined, meter, folded,
         plan.alone,
     )  # fmt: skip
+    found = {row["name"]: tower_mesh(mesh, row, per_node, timeout) for row in plan.towers}
+    mesh.towers = {name: tower for name, tower in found.items() if tower is not None}
+    return mesh
+
+
+def tower_mesh(mesh: Mesh, row: dict[str, Any], per_node: int, timeout: datetime.timedelta) -> Mesh | None:
+    """The mesh of one row of a plan's towers; None on ranks that do not hold it. Collective over all ranks."""
+    ranks = list(range(row["first"], row["first"] + row["ranks"]))
+    wide = {name: row[name] for name in TOWER_AXES if row[name] > 1}
+    everyone, device_mesh = mesh.everyone, None
+    if len(ranks) < mesh.world:
+        group = dist.new_group(ranks, timeout=timeout)
+        inside = mesh.rank in ranks and len(ranks) > 1
+        everyone = axis_of(f"{row['name']}.everyone", group, per_node, mesh.meter) if inside else None
+    if wide:
+        device_mesh = DeviceMesh(mesh.device.type, torch.tensor(ranks).view(*wide.values()), mesh_dim_names=tuple(wide))
+    if mesh.rank not in ranks:
+        return None
+    axes, coords = {}, {}
+    if device_mesh is not None:
+        axes = {n: axis_of(f"{row['name']}.{n}", device_mesh.get_group(n), per_node, mesh.meter) for n in wide}
+        coords = dict(zip(wide, device_mesh.get_coordinate() or (), strict=True))
+    return Mesh(
+        ranks.index(mesh.rank), len(ranks), mesh.device, device_mesh, axes, everyone, mesh.host_group,
+        mesh.disk_group, coords, meter=mesh.meter,
+    )  # fmt: skip
+
+
+TOWER_AXES = ("dp_replicate", "dp_shard", "tp")
+"""The axes of a tower's mesh, outermost first."""

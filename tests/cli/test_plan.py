@@ -94,7 +94,7 @@ def test_text_has_reasons_and_runners_up(job: Path, weft: Weft) -> None:
     ("asked", "message"),
     [
         ("tp=16", "cannot be; parallel.tp=16 does not divide model.kv_heads=8"),
-        ("dp_shard=3", "cannot be; its degrees multiply to 3, which does not divide 16 ranks; 2 would"),
+        ("dp_shard=3", "cannot be; its degrees multiply to 3, which does not divide 16 ranks; dp_shard=2 would work"),
         ("ddp16", "does not fit; its smallest form, dp_replicate 16, needs "),
         ("dp_shard=8 zero3 tp=2", "slower; its best form, dp_shard 8 (zero 3) × tp 2, takes "),
     ],
@@ -118,6 +118,35 @@ def test_a_plan_that_does_not_fit(job: Path, weft: Weft) -> None:
         assert change["peak_memory_gib"] <= change["memory_limit_gib"]
     _, out, _ = weft(job, "model=llama-70b", "cluster.nodes=1")
     assert "would fit with" in out and output["changes"][0]["change"] in out
+
+
+EIGHT = ("cluster.nodes=1", "model=llama-1b")
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "texts"),
+    [
+        ((*EIGHT, "memory.budget_gib=1"), 3, ("of 1.0 GiB", "memory.budget_gib=1 allows 1.00, so ")),
+        ((*EIGHT, "train.steps=10", "parallel.pp=8", "train.global_batch=1"), 0, ("; 1f1b, 1 microbatch\n", "0.0")),
+        ((*EIGHT, "parallel.dp_shard=8", "train.steps=10"), 0, (" kWh, 0.",)),
+        (
+            (*EIGHT, "data.seq_len=262144", "--explain", "memory"),
+            0,
+            ("recompute all but attention, in chunks of 16384 tokens), and",),
+        ),
+        (
+            ("model=mixtral-8x7b", "parallel.dp_shard=16", "parallel.ep=4", "parallel.zero=1", "--explain", "memory"),
+            3,
+            (" of them in its shard × (4 B (fp32 master))",),
+        ),
+    ],
+)
+def test_sentences_of_odd_jobs(
+    job: Path, weft: Weft, changes: tuple[str, ...], code: int, texts: tuple[str, ...]
+) -> None:
+    found, out, result = weft(job, *changes)
+    assert found == code, result
+    assert [text for text in texts if text not in out + result] == []
 
 
 def test_own_catalog_and_topology(job: Path, weft: Weft) -> None:

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import struct
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.forked_python import TEMPLATE_ENV, Popen
 from safetensors.torch import load_file, save_file
 
 import weft
@@ -197,3 +199,14 @@ def test_hostile_and_damaged_files(
     shown = capfd.readouterr().err.strip()
     assert ended.value.code == 2 and message in shown and "\n" not in shown
     assert not (tmp_path / "ran-code").exists() and not (tmp_path / "runs" / "imported").exists()
+
+
+def test_a_shard_is_read_within_its_memory() -> None:
+    """Reading one of eight shards of sparse files takes the memory of that shard and a constant."""
+    shape = {"family": "llama", "dim": 512, "layers": 8, "heads": 8, "ffn": 2048, "vocab": 32000}
+    command = [sys.executable, str(Path(__file__).parents[2] / "bench" / "import_70b.py"), "--json", "--shape",
+               json.dumps(shape), "--dp-shard", "4", "--tp", "2", "--rank", "5", "--file-bytes", "5e7"]  # fmt: skip
+    process = Popen(command, env=TEMPLATE_ENV, stdout=subprocess.PIPE, text=True)
+    found = json.loads(process.communicate()[0].splitlines()[-1])
+    assert found["files_gb"] > 0.12 and 30 < found["shard_mib"] < 40
+    assert found["over_shard_mib"] < 64, "the other shards have seven times as much"

@@ -30,6 +30,8 @@ class StragglerResponse:
         """fixed: shares must stay equal, as do those of local replicas, which have their own batches."""
         self.settings, self.plan, self.mesh, self.faults = job.resilience, plan, mesh, faults
         self._fixed = fixed
+        self.same_rows = job.model.loss == "contrastive" or bool(plan.towers)  # ranks exchange samples' vectors
+        self.other_work = any(row["ranks"] < plan.world for row in plan.towers)  # ranks hold different towers
         self.links_of = {axis: self._groups(set(UNDER.get(axis, (axis,)))) for axis in mesh.axes}
         self.shares = BatchShares.even(job.train.global_batch, plan.microbatch, plan.dp)
         self.balance = Rebalancer(plan, job.train.global_batch)
@@ -66,6 +68,8 @@ class StragglerResponse:
         self._slow_rank(step, now)
 
     def _slow_rank(self, step: int, now: int) -> None:
+        if self.other_work:
+            return
         uneven = len(set(self.shares.counts)) > 1
         slow = None if uneven else self.times.slow()  # with uneven shares, longer compute time is expected
         if not uneven and (slow is None or slow.rank != self.slow):  # short episodes do not add up
@@ -79,7 +83,7 @@ class StragglerResponse:
         typical = self.times.typical()
         if not typical or not (uneven or slow) or not self.settings.rebalance:
             return
-        if self.plan.dp == 1 or self.plan.alone or self._fixed():
+        if self.plan.dp == 1 or self.plan.alone or self.same_rows or self._fixed():
             return
         better = self.balance.better(self.shares, self._by_share(typical))
         if better is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from weft.job.registry import NameIn, Registry
 from weft.job.section import Section, limits
@@ -12,6 +13,51 @@ from weft.job.section import Section, limits
 PIPELINE_SCHEDULES: Registry[Any] = Registry("parallel.schedule", "weft.planner.schedules.registry")
 
 MAX_DEGREE = 10**9
+
+
+class TowerLayout(Section):
+    """The layout of one tower: a submodule that gives a vector for each sample."""
+
+    ranks: int | str | None = None
+    """Ranks that hold the tower, such as 0-2 or 3. Default: all."""
+    dp_replicate: int = -1
+    """Replicas of the tower, or of its shards. -1: the rest of its ranks."""
+    dp_shard: int = 1
+    """Ranks that shard its optimizer state, and depending on zero also gradients and parameters. -1: the rest of its
+    ranks."""
+    zero: Literal[1, 2, 3] = 3
+    """As parallel.zero."""
+    tp: int = 1
+    """Ranks that split each of its weight matrices."""
+
+    _check_degrees = limits(
+        "dp_replicate", "dp_shard", "tp", valid=lambda n: 1 <= n <= MAX_DEGREE or n == -1,
+        must=f"from 1 to {MAX_DEGREE}, or -1 for the rest of the tower's ranks",
+    )  # fmt: skip
+
+    @field_validator("ranks")
+    @classmethod
+    def _is_range(cls, value: int | str | None) -> int | str | None:
+        if value is not None and (not RANKS.fullmatch(str(value)) or not is_rising(str(value))):
+            raise ValueError(f"must be a rank or a range of ranks such as 0-2, not {value!r}")
+        return value
+
+    @property
+    def first_and_end(self) -> tuple[int, int] | None:
+        """The first rank, and the one after the last; None for all."""
+        if self.ranks is None:
+            return None
+        first, _, last = str(self.ranks).partition("-")
+        return int(first), int(last or first) + 1
+
+
+RANKS = re.compile(r"\d+(-\d+)?")
+
+
+def is_rising(text: str) -> bool:
+    """Whether the end of a range is not before its beginning."""
+    first, _, last = text.partition("-")
+    return int(last or first) >= int(first)
 
 
 class Parallel(Section):
@@ -57,6 +103,10 @@ class Parallel(Section):
     """Microbatches per step of a rank; the same as train.accumulation."""
     split: list[int] | None = None
     """Blocks of each stage, in order. Default: split by cost, so that the slowest stage is as fast as possible."""
+
+    towers: dict[str, TowerLayout] = Field(default_factory=dict)
+    """Layouts of towers, by the name of their submodule, such as {image: {tp: 2}, text: {dp_shard: 2}} or {image:
+    {ranks: 0-2}, text: {ranks: 3}}. The other settings are of what is outside of them; every rank reads samples."""
 
     _check_count = limits("microbatches", valid=lambda n: 1 <= n <= MAX_DEGREE, must=f"from 1 to {MAX_DEGREE}, or auto")
     _check_degrees = limits(

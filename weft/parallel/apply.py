@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,9 @@ from weft.comm.background import BackgroundWorker
 from weft.comm.shards import sharded_axes
 from weft.job.compression import parse_compression
 from weft.job.errors import JobError
+from weft.job.registry import listed
 from weft.memory import HostOffload, recompute, recomputed_units, run_in_chunks
-from weft.mesh import Mesh, ranks_of_a_node
+from weft.mesh import TOWER_AXES, Mesh, ranks_of_a_node
 from weft.models.init import initialise
 from weft.models.kernel_internals import allow_variants
 from weft.models.vision.batch_norm import connect_batch_norms
@@ -43,6 +45,9 @@ from weft.parallel.spread_model import SpreadModel
 from weft.parallel.tables.sharded_tables import spread_tables
 from weft.parallel.tensor import split_tensors
 from weft.parallel.tensor_layers import TensorSplit
+from weft.parallel.towers.sample_exchange import SampleExchange
+from weft.parallel.towers.tower_call import TowerCall
+from weft.parallel.towers.tower_model import TowerModel
 from weft.planner.plan import Plan
 from weft.planner.schedules.registry import make_schedule
 from weft.precision import COMPUTE_DTYPES
@@ -56,6 +61,10 @@ def parallelize(
     A model on the meta device gets its initial weights from `seed`; one with values keeps rank 0's. Set
     `bare_gradients` if the optimizer reads `grad_params`: gradients that are not summed then stay where they are.
     """
+    if plan.sync == "predict" and not bare_gradients:
+        raise JobError(
+            "train.sync=predict is for weft train: a loop of your own needs the sum of each step; use sync=step"
+        )
     pp = mesh.axis("pp")
     worker = None
     if (axis := mesh.axis(plan.joint_axis)) is not None and plan.compression != "none":
@@ -75,7 +84,10 @@ def parallelize(
     load = ExpertLoad(model, mesh.device, mesh.everyone, plan.ep)
     if pp is None:
         summed = plan.accumulation > 1 or not bare_gradients
-        spread_model = spread_stage(model, mesh, plan, seed, recomputed, summed, worker)
+        if plan.towers:
+            spread_model: SpreadModel = spread_towers(model, mesh, plan, seed, summed)
+        else:
+            spread_model = spread_stage(model, mesh, plan, seed, recomputed, summed, worker)
         load.watch(spread_model.module)
         return replace(spread_model, load=load, tables=tables)
     schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)
@@ -99,6 +111,51 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     """Other names of tied weights."""
     found: dict[str, str] = getattr(model, "aliases", {})
     return found
+
+
+def spread_towers(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, summed: bool) -> TowerModel:
+    """Spread each tower over its own mesh, and the rest of the model as the plan says. A tower's place in the model is
+    taken by a module that moves samples to its ranks and vectors back."""
+    with torch.no_grad():
+        for value in (*model.parameters(), *model.buffers()):
+            value.copy_(_same_everywhere(value.to(mesh.device), mesh))
+    towers = []
+    for row in plan.towers:
+        name = row["name"]
+        tower, own = _find_tower(model, name, row["ranks"] < mesh.world), mesh.towers.get(name)
+        trained = any(p.requires_grad for p in tower.parameters())
+        if own is not None:
+            degrees = {axis: row[axis] for axis in (*TOWER_AXES, "zero")}
+            recomputed = recomputed_units(list(find_units(tower)), plan.recompute)
+            layout = replace(plan, **degrees, towers=())
+            made = replace(spread_stage(tower, own, layout, seed, recomputed, summed), prefix=f"{name}.")
+            held = (made.master_params, made.grad_params, made.compute_params, made.frozen)
+            mesh.assign((t for tensors in held for t in tensors.values()), own)
+            towers.append(made)
+        exchange = None
+        if mesh.everyone is not None and (row["tp"] > 1 or row["ranks"] < mesh.world):
+            ends = range(row["first"], row["first"] + row["ranks"] + 1, row["tp"])
+            exchange = SampleExchange(mesh.everyone, [range(a, b) for a, b in pairwise(ends)])
+        model.set_submodule(name, TowerCall(name, None if own is None else tower, exchange, mesh, trained))
+    rest = spread_stage(model, mesh, plan, seed, {}, summed)
+    frozen = rest.frozen | {made.prefix + n: p for made in towers for n, p in made.frozen.items()}
+    return TowerModel(**{**vars(rest), "frozen": frozen}, towers=tuple(towers))
+
+
+def _find_tower(model: nn.Module, name: str, moved: bool) -> nn.Module:
+    """The submodule of a tower. `moved`: some ranks do not hold it."""
+    try:
+        tower = model.get_submodule(name)
+    except AttributeError:
+        names = listed(n for n, child in model.named_children() if any(True for _ in child.parameters()))
+        raise JobError(f"parallel.towers names {name}, and {type(model).__name__} has {names}") from None
+    inside = {id(p) for p in tower.parameters()}
+    outside = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if not n.startswith(f"{name}.")}
+    if inside & outside:
+        raise JobError(f"parallel.towers: {name} shares weights with the rest of the model; leave it out")
+    if moved and any(b.numel() for b in tower.buffers()):
+        raise JobError(f"parallel.towers.{name}.ranks: {name} has buffers, which all ranks need; leave ranks out")
+    return tower
 
 
 def spread_stage(
@@ -294,5 +351,5 @@ def materialise(
 def _same_everywhere(value: Tensor, mesh: Mesh) -> Tensor:
     if mesh.everyone is not None:
         value = value.contiguous()
-        dist.broadcast(value, src=0, group=mesh.everyone.group)
+        dist.broadcast(value, group=mesh.everyone.group, group_src=0)
     return value

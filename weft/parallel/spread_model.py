@@ -48,6 +48,8 @@ class SpreadModel:
     """The experts' load; None in a stage of a pipeline, which has its own."""
     tables: ShardedTables | None = None
     """Embedding tables, which are not among the parameters."""
+    prefix: str = ""
+    """What comes before the weights' names in the whole model, of a tower."""
 
     @property
     def master_params(self) -> dict[str, Tensor]:
@@ -68,7 +70,7 @@ class SpreadModel:
         return self._by_name(self.data.compute_params)
 
     def _by_name(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {self.aliases.get(n, n): t for n, t in tensors.items()}
+        return {self.prefix + self.aliases.get(n, n): t for n, t in tensors.items()}
 
     @property
     def parts(self) -> list[SpreadModel]:
@@ -87,7 +89,7 @@ class SpreadModel:
             for path, module in self.module.named_modules()
             for key in module._non_persistent_buffers_set
         }
-        return {n: b for n, b in self.module.named_buffers() if b.numel() and n not in passing}
+        return {self.prefix + n: b for n, b in self.module.named_buffers() if b.numel() and n not in passing}
 
     def begin(self, scale: float) -> None:
         """Begin a step with gradients of the summed loss times `scale`."""

@@ -10,11 +10,12 @@ from weft.job.schema import Job
 from weft.planner.model.counts import count_parameters, count_trained
 from weft.planner.model.fp8 import fp8_share
 from weft.planner.model.reference_rate import peak_flops
-from weft.planner.number_format import human_count
+from weft.planner.number_format import counted, human_count
 from weft.planner.plan import Plan
 from weft.planner.schedules.gantt import gantt_text
 from weft.planner.schedules.stage_costs import simulated
 from weft.planner.table_placement import table_lines
+from weft.planner.tower_costs import tower_lines
 
 MEMORY_LABELS = {
     "states_gib": "states", "gathered_gib": "communication", "activations_gib": "activations", "runtime_gib": "runtime",
@@ -46,10 +47,11 @@ def describe_plan(job: Job, plan: Plan) -> str:
         ),
         *_epoch_rows(job),
         *_stage_rows(plan),
-        ("recompute", _recompute(job, plan)),
+        ("recompute", recompute_text(job, plan)),
         *_fp8_rows(job, plan),
         *_home_rows(plan),
         *(("tables" if i == 0 else "", line) for i, line in enumerate(table_lines(plan))),
+        *(("towers" if i == 0 else "", line) for i, line in enumerate(tower_lines(plan))),
     ]
     if plan.predicted:
         p = plan.predicted
@@ -71,7 +73,8 @@ def _amount(mib: float) -> str:
     return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.1f} MiB"
 
 
-def _recompute(job: Job, plan: Plan) -> str:
+def recompute_text(job: Job, plan: Plan) -> str:
+    """What is recomputed."""
     if not plan.long:
         return f"{plan.recompute} of {job.model.layers} blocks" if isinstance(plan.recompute, int) else plan.recompute
     chunks = f", in chunks of {plan.chunk} tokens" if plan.chunk else ""
@@ -96,7 +99,7 @@ def _stage_rows(plan: Plan) -> list[tuple[str, str]]:
     blocks = (
         f"blocks {blocks}" if plan.split else f"{plan.pp * plan.virtual_stages}, by the weights of the module's parts"
     )
-    return [("stages", f"{blocks}; {plan.schedule}, {plan.accumulation} microbatches")]
+    return [("stages", f"{blocks}; {plan.schedule}, {counted(plan.accumulation, 'microbatch', 'es')}")]
 
 
 def _home_rows(plan: Plan) -> list[tuple[str, str]]:

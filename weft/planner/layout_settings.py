@@ -18,6 +18,7 @@ from weft.planner.schedules.registry import SCHEDULES, check_schedule
 from weft.planner.search.candidates import Layouts
 from weft.planner.search.space import MAX_MICROBATCH_TOKENS
 from weft.planner.time.context import choose_style, rings
+from weft.planner.tower_layout import tower_rows
 
 MICROBATCHES_OF_A_STAGE = 4
 """Microbatches for each rank of a pipeline by default, of a custom module: idle time is then below a fifth."""
@@ -33,6 +34,8 @@ def pin_degrees(given: Parallel, plan: Plan, world: int, experts: Experts | None
     explicit_shard = "dp_shard" in given.model_fields_set
     if degrees["dp_replicate"] == -1 and not explicit_shard:
         degrees["dp_shard"] = 1
+    if given.towers and not {"dp_replicate", "dp_shard"} & given.model_fields_set:
+        degrees |= {"dp_replicate": -1, "dp_shard": 1}
     rest = [axis for axis, degree in degrees.items() if degree == -1]
     if len(rest) > 1:
         raise JobError(f"parallel.{rest[0]} and parallel.{rest[1]} are both -1; only one axis can take the rest")
@@ -67,6 +70,7 @@ def pin_degrees(given: Parallel, plan: Plan, world: int, experts: Experts | None
         zero=given.zero,
         sequence=given.sequence,
         schedule=given.schedule,
+        towers=tower_rows(given.towers, world),
     )
     if problem := check_schedule(given.schedule, plan.pp, 1, given.virtual_stages):
         raise JobError(problem)

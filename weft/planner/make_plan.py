@@ -38,6 +38,7 @@ from weft.planner.sync import default_layout
 from weft.planner.table_placement import with_tables
 from weft.planner.time.buckets import bucket_mb
 from weft.planner.time.traffic import communication_bytes
+from weft.planner.tower_costs import with_tower_costs
 
 
 def make_plan(job: Job, world: int | None = None, calibration: Calibration | None = None) -> tuple[Job, Plan]:
@@ -172,7 +173,7 @@ def complete_plan(
     if plan.tiered:
         limit = (estimator or make_estimator(job, plan, start.world, start.device, start.memory_gib)).limit_gib
         plan = place_states(job, plan, limit, start.spare, reasons)
-    plan = with_tables(job, plan, start.memory_gib)
+    plan = with_tower_costs(job, with_tables(job, plan, start.memory_gib), start.device, start.memory_gib)
     predicted = _predict(start, plan, estimator)
     if plan.disk and (line := endurance_line(job, plan, predicted.get("step_time_s"))):
         reasons.append(line)

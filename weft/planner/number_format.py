@@ -45,6 +45,16 @@ def duration(hours: float) -> str:
     return ""
 
 
+def amount(value: float) -> str:
+    """An amount of money or energy: whole from 10, with two digits below."""
+    return f"{value:,.0f}" if value >= 9.95 else f"{value:.2g}"
+
+
+def counted(n: int, word: str, ending: str = "s") -> str:
+    """A number of things, such as `1 block` or `2 blocks`."""
+    return f"{n:,} {word}{'' if n == 1 else ending}"
+
+
 def human_count(n: float) -> str:
     """A count with three digits and a unit: 70.6B."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):

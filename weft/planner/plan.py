@@ -83,6 +83,10 @@ class Plan:
     """Where each embedding table is (planner/table_placement.py)."""
     table_optim: dict[str, Any] = field(default_factory=dict)
     """The optimizer of the tables, with its rate as a multiple of that of the rest."""
+    towers: tuple[dict[str, Any], ...] = ()
+    """The layout of each tower of parallel.towers (planner/tower_layout.py)."""
+    tower_costs: tuple[dict[str, Any], ...] = ()
+    """Parameters, memory and time of each tower (planner/tower_costs.py)."""
     compression: str = "none"
     compression_warmup: int = 0
     """Steps at the start of a run in which gradients are sent as int8."""
@@ -179,6 +183,7 @@ class Plan:
             if self.sync != "step"
             else []
         )
+        notes += [row["layout"] for row in self.towers]
         return ", ".join([" × ".join(words) or "1 rank", *notes])
 
     def to_json(self) -> dict[str, Any]:
@@ -188,7 +193,7 @@ class Plan:
     def from_json(cls, data: dict[str, Any]) -> Plan:
         known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
         split = tuple((a, b) for a, b in known.get("split", ()))
-        lists = {key: tuple(known.get(key, ())) for key in ("reasons", "homes", "tables")}
+        lists = {key: tuple(known.get(key, ())) for key in ("reasons", "homes", "tables", "towers", "tower_costs")}
         return cls(**{**known, **lists, "split": split})
 
     def dumps(self) -> str:

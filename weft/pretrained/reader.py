@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
@@ -26,6 +27,8 @@ from weft.pretrained.tensor_forms import FileTensor, Shape, TensorPart, file_ten
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 """The dtypes of safetensors that are read."""
+MAX_MAPPED_BYTES = 128 << 20
+"""A file is opened again after this many bytes: pages that were read count as memory of the process until then."""
 
 
 class OpenFile:
@@ -196,15 +199,20 @@ class PretrainedWeights:
 
     @torch.no_grad()
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Read this rank's shards of the parameters in place; at most one file is open at a time."""
+        """Read this rank's shards of the parameters in place; at most one file is open at a time, and about
+        MAX_MAPPED_BYTES or one tensor of it are in memory."""
         by_file: dict[str, list[FileTensor]] = {}
         for tensor in self.tensors:
             if any(part.name in targets for part in tensor.parts):
                 by_file.setdefault(self.where[tensor.name][0], []).append(tensor)
         for file, tensors in by_file.items():
-            with open_file(self.folder / file, self.files.format) as opened:
-                for tensor in tensors:
-                    self._copy(opened, tensor, targets)
+            while tensors:
+                mapped = 0
+                with open_file(self.folder / file, self.files.format) as opened:
+                    while tensors and mapped < MAX_MAPPED_BYTES:
+                        tensor = tensors.pop(0)
+                        self._copy(opened, tensor, targets)
+                        mapped += _bytes_read(tensor, targets)
 
     def _copy(self, opened: OpenFile, tensor: FileTensor, targets: Mapping[str, Tensor]) -> None:
         if not any(part.name in targets and _overlaps(part, targets[part.name]) for part in tensor.parts):
@@ -276,6 +284,12 @@ def _overlaps(part: TensorPart, target: Tensor) -> bool:
     shard = shard_of(target)
     inside = part.index is None or shard.offset[0] <= part.index < shard.offset[0] + shard.size[0]
     return inside and all(shard.size)
+
+
+def _bytes_read(tensor: FileTensor, targets: Mapping[str, Tensor]) -> int:
+    """About the bytes of a file that this rank's shards of a tensor are read from: whole rows."""
+    held = [(part, shard_of(targets[part.name])) for part in tensor.parts if part.name in targets]
+    return sum(4 * math.prod(part.shape) * shard.size[0] // max(1, shard.shape[0]) for part, shard in held)
 
 
 def copy_part(part: TensorPart, value: Tensor, target: Tensor) -> None:

@@ -41,6 +41,9 @@ DEFAULT_LAYOUTS = (
     "tp2 ep2", "cp2 ep2", "pp2 dp_shard=2 ep=2",
 )  # fmt: skip
 
+TOWER_LAYOUTS = ("image:tp2 text:shard2", "image:ranks=0 text:ranks=1")
+"""Layouts of models with towers besides the default ones."""
+
 ADAM_EPS = 1e-6
 """Adam divides a gradient by its own size, so one that is zero but for rounding (a key's bias) would become a full step
 of noise. With this the update stays a smooth function of the gradient, and a wrong gradient still shows."""
@@ -158,7 +161,7 @@ def trace_on(mesh: Mesh, job: Job, plan: Plan, steps: int, folder: str, referenc
     moments = moments_of({n: whole(t).float() for n, t in states.items()})
     for held in (*gradients, start, parameters, moments):
         join_stages(held, mesh)
-        join_tensors(held, mesh.everyone if tables is not None else None, mesh)
+        join_tensors(held, mesh.everyone if tables is not None or plan.towers else None, mesh)
     routing = replay.end(mesh)
     if mesh.rank == 0:
         seconds = time.perf_counter() - began
@@ -212,7 +215,8 @@ def prove(
     """
     comm, train = job.comm.model_copy(update={"compression": "none"}), job.train.model_copy(update={"metrics": []})
     job = job.model_copy(update={"comm": comm, "train": train})
-    named = parse_layouts(layouts or DEFAULT_LAYOUTS)
+    towers = TOWER_LAYOUTS if resolve(job).model.towers else ()
+    named = parse_layouts(layouts or (*DEFAULT_LAYOUTS, *towers))
     job = small(job) if shrink else job
     reference_job, plan = make_plan(with_layout(job, {"dp_replicate": 1, "dp_shard": 1}))
     check(reference_job, plan, RUNNABLE)

@@ -153,10 +153,10 @@ def test_sums_over_four_ranks(pool: RankPool) -> None:
                 assert {k: t.bytes for k, t in both.items()} == {"all_to_all": (ranks - 1) * row, "all_gather": row}
 
 
-@pytest.mark.parametrize(("ranks", "near"), [(2, 2), (4, 2), (5, 2)])
+@pytest.mark.parametrize(("ranks", "near"), [(3, 2), (4, 2)])
 def test_sums_by_encoded_messages(pool: RankPool, ranks: int, near: int) -> None:
     """Ring, tree and two levels: equal bits on all ranks, near the sum, residuals that add up, and the stated bytes."""
-    settings, counts = ["fp16", "bf16", "int8", "int4", "onebit"], [1, 515, 40960]
+    settings, counts = ["fp16", "int8", "int4"], [1, 515, 40960]
     output = pool.run(compression_ranks.message_sums, ranks, settings, counts, near)
     for case in output[0]:
         name, algorithm, n = case.split()
@@ -170,5 +170,5 @@ def test_sums_by_encoded_messages(pool: RankPool, ranks: int, near: int) -> None
         if n == "40960":  # every shard is a multiple of the blocks
             size = codec(name).bytes_of(40960)
             times = [sent_of(algorithm, ranks, r, near).sent for r in range(ranks)]
-            assert ranks == 5 or list(sent) == [round(size * t) for t in times], case
+            assert ranks == 3 or list(sent) == [round(size * t) for t in times], case
             assert all(abs(s - size * t) < 0.02 * size for s, t in zip(sent, times, strict=True)), case

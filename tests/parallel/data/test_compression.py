@@ -49,7 +49,6 @@ OWING = [
     ("powersgd:1", "dp_replicate=2 dp_shard=2"), ("powersgd:1", "dp_replicate=2 tp=2"),
     ("threshold:2", "dp_shard=2 tp=2"), ("onebit", "dp_replicate=2 dp_shard=2 zero=1"), ("int4", "pp2 zbv dp_shard=2"),
     ("topk:0.1", "cp2 dp_replicate=2"), ("int4", "cp2"), ("int4 ring", "dp_replicate=2 tp=2"),
-    ("onebit tree", "dp_replicate=4"),
 ]  # fmt: skip
 
 
@@ -69,8 +68,7 @@ def test_residual_and_sent_gradient_add_up(
     ("setting", "layout", "most"),
     [("fp16", "dp_shard=4", 2e-3), ("bf16", "dp_replicate=2 dp_shard=2", 1e-2), ("int8", "dp_shard=4", 3e-2),
      ("int8", "dp_replicate=2 dp_shard=2", 4e-2), ("int8", "dp_replicate=4", 3e-2),
-     ("fp16 ring", "dp_replicate=4", 2e-3), ("bf16 tree", "dp_replicate=2 pp2", 1e-2),
-     ("int8 hierarchical", "dp_replicate=2 cp2", 4e-2)],
+     ("fp16 ring", "dp_replicate=4", 2e-3), ("int8 hierarchical", "dp_replicate=2 cp2", 4e-2)],
 )  # fmt: skip
 def test_rounded_gradients_are_close(
     pool: RankPool, reference: dict[str, torch.Tensor], setting: str, layout: str, most: float
@@ -82,9 +80,8 @@ def test_rounded_gradients_are_close(
 
 @pytest.mark.parametrize(
     ("setting", "layout"),
-    [("int4", "dp_replicate=2 dp_shard=2"), ("powersgd:1", "dp_replicate=2"), ("topk:0.1", "dp_shard=2 tp=2"),
-     ("int4 ring", "dp_replicate=2")],
-)  # fmt: skip
+    [("int4", "dp_replicate=2 dp_shard=2"), ("powersgd:1", "dp_replicate=2"), ("topk:0.1", "dp_shard=2 tp=2")],
+)
 def test_runs_resume_exactly_and_residuals_move_to_other_layouts(
     pool: RankPool, tmp_path: Path, setting: str, layout: str
 ) -> None:
@@ -96,9 +93,7 @@ def test_runs_resume_exactly_and_residuals_move_to_other_layouts(
     residual = resumed[0]["residual_after"][-1]
     assert any(value.count_nonzero() for value in residual.values())
     for other in ("dp_shard=4", "dp_replicate=2 tp=2") if setting == "int4" else ("dp_shard=3",):
-        job = (
-            job if other != "dp_shard=3" else job_of(setting.split()[0], "train.global_batch=6", "train.accumulation=1")
-        )
+        job = job if other != "dp_shard=3" else job_of(setting, "train.global_batch=6", "train.accumulation=1")
         moved = go(pool, job, other, 0, str(tmp_path / "run"))[0]["opened"]
         assert moved.keys() == residual.keys()
         assert all(torch.allclose(moved[n], residual[n], rtol=1e-5, atol=1e-6) for n in residual)
@@ -166,10 +161,10 @@ def test_allreduce_by_messages_refuses_what_it_cannot_add() -> None:
         )
 
 
-@pytest.mark.parametrize("setting", ["none ring", "fp16 ring", "int8 tree", "int4 hierarchical"])
+@pytest.mark.parametrize("setting", ["fp16 ring", "int8 hierarchical"])
 def test_planned_bytes_of_messages_are_those_of_a_step(setting: str) -> None:
     """A dry run of a rank in the middle sends what the plan states, up to the padding of blocks."""
-    wide = {"dim": 128, "ffn": 512, "layers": 2, "vocab": 512}
+    wide = {"dim": 128, "ffn": 512, "layers": 1, "vocab": 512}
     job = parity.make_job(model=wide, comm={"compression": setting.split()[0], "allreduce": setting.split()[1]})
     job = parse_job({
         **with_layout(job, {"dp_replicate": 4}).model_dump(mode="json"),

@@ -36,30 +36,26 @@ def weights(state: dict[str, Tensor]) -> Tensor:
 
 
 def test_updates_are_those_stated(pool: RankPool) -> None:
-    """A run by hand on one process, with the same extrapolation and correction; and every number of replicas."""
+    """Four replicas, and a run by hand on one process with the same extrapolation and correction."""
     true, used = pool.run(sync_ranks.predicted_by_hand, 1, make_plan(job_of("1", "step", **SGD)), 7)[0]
     plain = weights(train(pool, "1", "step", 7, **SGD)[0])
-    for layout in ("dp_replicate 2", "dp_replicate 4"):
-        found = train(pool, layout, "predict", 7, train={"accumulation": 1}, **SGD)
-        assert all(torch.equal(weights(found[0]), weights(other)) for other in found)
-        assert torch.allclose(weights(found[0]), used, atol=1e-6)
+    found = train(pool, "dp_replicate 4", "predict", 7, train={"accumulation": 1}, **SGD)
+    assert all(torch.equal(weights(found[0]), weights(other)) for other in found)
+    assert torch.allclose(weights(found[0]), used, atol=1e-6)
     assert not torch.allclose(true, used, atol=1e-4) and not torch.allclose(plain, true, atol=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_exact_resume_and_a_checkpoint_for_any_run(pool: RankPool, tmp_path: Path, precision: str) -> None:
-    options: dict[str, Any] = {"train": {"ema": 0.9}, "precision": precision}
+def test_exact_resume_and_a_checkpoint_for_any_run(pool: RankPool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"train": {"ema": 0.9}, "precision": "bf16"}
     whole = train(pool, "dp_replicate 2", "predict", 10, **options)
     half = train(pool, "dp_replicate 2", "predict", 6, str(tmp_path), [6], **options)
     again = train(pool, "dp_replicate 2", "predict", 10, str(tmp_path), **options)
     assert again[0].keys() == whole[0].keys()
     for before, after in zip(whole, again, strict=True):
         assert all(torch.equal(before[n], after[n]) for n in before)
-    if precision == "fp32":
-        opened = train(pool, "tp 2", "step", 6, str(tmp_path), **options)
-        assert not torch.equal(weights(opened[0]), weights(half[0]))  # the true weights, not the predicted ones
-        changed = weights(opened[0]) - weights(half[0])
-        assert changed.norm() < 0.1 * weights(half[0]).norm()
+    opened = train(pool, "tp 2", "step", 6, str(tmp_path), **options)
+    changed = weights(opened[0]) - weights(half[0])  # the true weights, not the predicted ones
+    assert 0 < changed.norm() < 0.1 * weights(half[0]).norm()
 
 
 @pytest.mark.parametrize(

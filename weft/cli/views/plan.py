@@ -156,9 +156,14 @@ def _fit_error(made: Survey) -> FitError:
             check_fits(made.job, made.plan)
         except FitError as error:
             return FitError(f"{error}; in total {gib(need)} GiB, {gib(gib_difference(need, limit))} too much")
+    memory = (
+        f"{made.plan.device_name} has {gib(float(found.estimator.cluster.memory_gib))} ({gib(limit)} of them usable)"
+    )
+    if made.job.memory.budget_gib and limit >= 0.999 * made.job.memory.budget_gib:
+        memory = f"memory.budget_gib={made.job.memory.budget_gib:g} allows {gib(limit)}"
     return FitError(
         f"no layout fits: the smallest, {made.plan.layout()}, needs {gib(need)} GiB a rank, but "
-        f"{made.plan.device_name} has {gib(float(found.estimator.cluster.memory_gib))} ({gib(limit)} of them usable), "
+        f"{memory}, "
         f"so {gib(gib_difference(need, limit))} are missing{or_smaller_states(made.job, made.plan.world)}"
     )
 

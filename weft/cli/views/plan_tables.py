@@ -15,7 +15,7 @@ from weft.planner.advice.history import History
 from weft.planner.advice.mixed_devices import Mixed
 from weft.planner.advice.tune import TunedSetting
 from weft.planner.advice.why import TIME_WORDS
-from weft.planner.number_format import duration, gib, human_count, seconds
+from weft.planner.number_format import amount, counted, duration, gib, human_count, seconds
 from weft.planner.search.survey import Point, Survey
 
 
@@ -39,24 +39,26 @@ def estimates(made: Survey, instead: str, took_s: float) -> str:
     """Time, cost, energy and goodput of the best layout, and the search; `took_s` is the command's wall time."""
     estimate, kept = made.estimate, made.goodput
     low, high = estimate["range_s"]
+    limit = min(estimate["memory_limit_gib"], made.job.memory.budget_gib or float("inf"))
     parts = sorted(((s, n) for n, s in estimate["time"].items() if s > 0.005 * estimate["step_time_s"]), reverse=True)
     where = ", ".join(f"{TIME_WORDS.get(n, n)} {100 * s / estimate['step_time_s']:.0f} %" for s, n in parts)
     rows = [
         ("time", f"{seconds(estimate['step_time_s'])} a step ({seconds(low)} to {seconds(high)}): {where}"),
         ("speed", f"{human_count(estimate['tokens_per_s_per_gpu'])} tokens/s a device, "
                   f"{estimate['tflops_per_gpu']:.3g} TFLOP/s, MFU {100 * estimate['mfu']:.1f} %"),
-        ("peak", f"{gib(estimate['peak_memory_gib'])} of {gib(estimate['memory_limit_gib'])} GiB: "
+        ("peak", f"{gib(estimate['peak_memory_gib'])} of {gib(limit)} GiB: "
                  + ", ".join(f"{n} {gib(v)}" for n, v in estimate["memory"].items() if v >= 0.01)),
     ]  # fmt: skip
     if made.fits:
         hours = estimate["hours"] / kept.share
-        money = "" if estimate["cost_usd"] is None else f", {estimate['cost_usd'] / kept.share:,.0f} USD"
+        money = "" if estimate["cost_usd"] is None else f", {amount(estimate['cost_usd'] / kept.share)} USD"
+        energy = amount(estimate["energy_kwh"] / kept.share)
         rows.append(("run", f"{estimate['steps']:,} steps, {human_count(estimate['tokens'])} tokens: "
-                            f"{duration(hours)}, {estimate['energy_kwh'] / kept.share:,.0f} kWh{money}"))  # fmt: skip
+                            f"{duration(hours)}, {energy} kWh{money}"))  # fmt: skip
         stops = duration(kept.hours_between_stops)
         text = f"{100 * kept.share:.1f} % of the time is progress: a failure every {stops}"
         rows.append(("goodput", f"{text}, a checkpoint every {kept.every:,} steps"))
-    rows.append(("searched", f"{made.found.size:,} layouts; the command took {took_s:.1f} s"))
+    rows.append(("searched", f"{counted(made.found.size, 'layout')}; the command took {took_s:.1f} s"))
     if made.gains:
         gains = ", ".join(f"{g.setting} {100 * g.faster:.0f} % faster" for g in made.gains)
         rows.append(("beyond", f"with the same degrees: {gains}"))
@@ -95,8 +97,8 @@ def runners_up(made: Survey) -> str:
 def pareto_front(made: Survey) -> str:
     """The Pareto front over time, memory, cost and energy."""
     rows = [
-        (str(p.plan.world), seconds(p.step_time_s), gib(p.peak_gib), "–" if p.usd is None else f"{p.usd:,.0f}",
-         f"{p.kwh:,.0f}", _choice(p))
+        (str(p.plan.world), seconds(p.step_time_s), gib(p.peak_gib), "–" if p.usd is None else amount(p.usd),
+         amount(p.kwh), _choice(p))
         for p in made.front
     ]  # fmt: skip
     return table(("front: ranks", "step with failures", "GiB", "USD", "kWh", "layout"), rows)
@@ -108,7 +110,7 @@ def changes_that_fit(found: Sequence[Change]) -> str:
         return "no single change makes it fit"
     rows = [
         (c.what, seconds(c.step_time_s), f"{gib(c.peak_gib)} of {gib(c.limit_gib)}",
-         f"{c.kwh:,.0f} kWh" if c.usd is None else f"{c.usd:,.0f} USD")
+         f"{amount(c.kwh)} kWh" if c.usd is None else f"{amount(c.usd)} USD")
         for c in found
     ]  # fmt: skip
     return table(("would fit with", "step", "GiB", "the run costs"), rows)

@@ -57,7 +57,7 @@ class PackedDocuments:
         seq_len: int, val_fraction: float, packing: bool, vocab: int, eos: int, name: str, fingerprint: str,
     ) -> None:  # fmt: skip
         self._tokens, self._mask, self._seq_len, self._vocab, self._eos = tokens, mask, seq_len, vocab, eos
-        self._name, self.fingerprint = name, fingerprint
+        self._name, self.fingerprint, self._packing = name, fingerprint, packing
         offsets = np.asarray(docs[:])
         if (np.diff(offsets) < 0).any():
             raise JobError(f"data.source {name} is damaged: its documents are not in order")
@@ -120,6 +120,9 @@ class PackedDocuments:
             sample["valid"][here] = True if answers is None else answers
             sample["docs"][here], sample["positions"][here] = number, np.arange(count)
             at += count
+        if not self._packing:  # causal attention does not see padding at the end: it needs no mask
+            del sample["docs"], sample["positions"]
+            return sample
         sample["docs"][at:] = number + 1
         sample["positions"][at:] = np.arange(size - at)
         return sample

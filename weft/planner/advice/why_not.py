@@ -11,9 +11,9 @@ import numpy as np
 
 from weft.job.errors import JobError
 from weft.planner.advice.why import TIME_WORDS, slower_or_faster
-from weft.planner.number_format import gib, gib_difference, relative_difference, seconds
+from weft.planner.number_format import counted, gib, gib_difference, relative_difference, seconds
 from weft.planner.plan import AXES
-from weft.planner.rules.arithmetic import divisors
+from weft.planner.rules.arithmetic import divisors, either
 from weft.planner.rules.layout_syntax import parse_layout
 from weft.planner.rules.table import TP_RULES
 from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES, check_schedule
@@ -139,19 +139,30 @@ def _broken(made: Survey, named: dict[str, Any]) -> str | None:
         return f"ep={named['ep']} distributes experts, and the model has none"
     tried = replace(made.plan, dp_replicate=1, dp_shard=1, **{"tp": 1, "cp": 1, "pp": 1, **degrees})
     broken = [text for rule in TP_RULES if (text := rule(made.job, tried))]
-    return broken[0] if broken else None
+    if not broken or "tp" not in degrees:
+        return broken[0] if broken else None
+    problem, _, advice = broken[0].rpartition("; ")
+    works = [
+        d for d in divisors(made.start.world) if not any(rule(made.job, replace(tried, tp=d)) for rule in TP_RULES)
+    ]
+    return f"{problem}; tp={either(works)} would work" if advice.startswith("tp=") else broken[0]
 
 
 def _no_product(made: Survey, named: dict[str, Any]) -> str:
     product = math.prod(named.get(axis, 1) for axis in AXES)
     world, batch = made.start.world, made.job.train.global_batch
     if world % product:
-        near = max(d for d in divisors(world) if d <= product)
-        return f"its degrees multiply to {product}, which does not divide {world} ranks; {near} would work"
+        axes = [axis for axis in AXES if named.get(axis, 1) > 1]
+        problem = f"its degrees multiply to {product}, which does not divide {world} ranks"
+        if len(axes) > 1:
+            return f"{problem}; {max(d for d in divisors(world) if d <= product)} would"
+        near = max(d for d in divisors(world) if d <= product and _broken(made, {**named, axes[0]: d}) is None)
+        return f"{problem}; {axes[0]}={near} would work"
     dp = int(named.get("dp_replicate", 1) * named.get("dp_shard", 1))
     if batch % dp:
         return f"train.global_batch={batch} does not divide among {dp} data-parallel ranks"
     parts, stages = (made.job.model.layers or 0) + 2, named.get("pp", 1) * named.get("virtual_stages", 1)
     if stages > parts:
-        return f"{stages} stages cannot be made of {parts} parts: {parts - 2} blocks, the embedding and the head"
+        blocks = counted(parts - 2, "block")
+        return f"{stages} stages cannot be made of {parts} parts: {blocks}, the embedding and the head"
     return f"no layout of {world} ranks and {batch} sequences has it: a batch, a head or a stage would not divide"

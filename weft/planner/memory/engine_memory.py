@@ -93,7 +93,7 @@ class EngineMemory:
         average, microbatches in flight, and whether gradients stay in the compute dtype, as nothing is summed."""
         group = self._one(layouts, place)
         blocks, held = group.rank.counts.blocks, group.held()
-        stage = group.stage(self.tables.passes(layouts, group.flags), group._states())
+        stage = group.stage(self.tables.passes(layouts, group.flags), group.shared().states_of(slice(None)))
         kept = sum(unit.passes.kept * count for unit, count in stage.blocks) / np.maximum(blocks, 1)
         return {
             "whole": held.whole, "held": held.held, "blocks": blocks, "kept": kept, "in_flight": group.rank.in_flight,
@@ -106,7 +106,7 @@ class EngineMemory:
 
     def _one(self, layouts: Layouts, place: Place) -> LayoutGroup:
         rank, units = self._ranks(layouts, place)
-        ((_, flags),) = self._groups(rank)[1]
+        ((_, flags, _),) = self._groups(rank)[1]
         return LayoutGroup(self.tables, rank, flags, units)
 
     def least(self, layouts: Layouts) -> Size:
@@ -170,16 +170,21 @@ class EngineMemory:
         order, groups = self._groups(ranks)
         ranks = ranks.take(order)
 
-        for chosen, flags in groups:
-            walk = LayoutGroup(self.tables, ranks.take(chosen), flags, units, least and flags["piped"]).trace(detail)
-            out["total"][order[chosen]] = walk.peak
-            for part, held in walk.at_peak.items():
-                out[part][order[chosen]] = held
+        for group, flags, chunks in groups:
+            inner = least and flags["piped"]
+            shared = LayoutGroup(self.tables, ranks.take(group), flags, units, inner).shared()
+            for chunk in chunks:
+                own = slice(chunk.start - group.start, chunk.stop - group.start)
+                walk = LayoutGroup(self.tables, ranks.take(chunk), flags, units, inner).trace(detail, shared, own)
+                out["total"][order[chunk]] = walk.peak
+                for part, held in walk.at_peak.items():
+                    out[part][order[chunk]] = held
 
         return out
 
-    def _groups(self, ranks: Rank) -> tuple[Any, list[tuple[slice, dict[str, Any]]]]:
-        """An order of the layouts, and the slices of it in which all flags are the same."""
+    def _groups(self, ranks: Rank) -> tuple[Any, list[tuple[slice, dict[str, Any], list[slice]]]]:
+        """An order of the layouts; the slices of it in which all flags are the same, the flags, and the chunks of each
+        slice that are traced together."""
         layouts = ranks.layouts
         fp32 = layouts.precision == 0
         sharded = layouts.dp_shard > 1
@@ -207,9 +212,12 @@ class EngineMemory:
         for start, stop in pairwise(_edges(key[order])):
             flags = {name: column[order[start]].item() for name, column in columns.items()}
             inner = _edges(alike[order[start:stop]]) if stop - start > MIN_TRACED_APART else [0, stop - start]
-            for a, b in pairwise(inner):
-                parts = range(start + a, start + b, TRACED_AT_ONCE)
-                groups += [(slice(i, min(i + TRACED_AT_ONCE, start + b)), flags) for i in parts]
+            chunks = [
+                slice(i, min(i + TRACED_AT_ONCE, start + b))
+                for a, b in pairwise(inner)
+                for i in range(start + a, start + b, TRACED_AT_ONCE)
+            ]
+            groups.append((slice(start, stop), flags, chunks))
         return order, groups
 
     def is_long(self, layouts: Layouts) -> Size:

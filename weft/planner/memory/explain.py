@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weft.job.schema import Job
+from weft.planner.describe import recompute_text
 from weft.planner.memory.engine_memory import EngineMemory, Place
 from weft.planner.memory.layout_group import GIB
 from weft.planner.model.counts import count_parameters, count_trained
@@ -37,11 +38,14 @@ def _terms(job: Job, plan: Plan, memory: EngineMemory, index: int) -> dict[str, 
     held = f"{every} parameters" + (f", {here} on this rank of {' × '.join(cuts)}" if cuts else "")
     shards = plan.dp_shard * plan.cp_cut
     cut = f" / {shards} shards" if shards > 1 else ""
+    if shards > 1 and plan.ep > 1:  # experts have fewer shards than the rest
+        cut = f", {human_count(facts['held'])} of them in its shard"
     copies = "" if shards > 1 or plan.precision == "fp32" else f" + 2 B ({plan.precision} copy)"
     average = " + 4 B (ema)" if job.train.ema else ""
     whole = shards > 1 and plan.zero == 1 and plan.accumulation > 1
     width = 2 if facts["alone"] else 4
-    gradients = f"{here}{'' if whole else cut} × {width} B"
+    own = human_count(facts["held"]) if plan.ep > 1 and shards > 1 else f"{here}{cut}"
+    gradients = f"{here if whole else own} × {width} B"
     gradients += ": whole until the last microbatch is done" if whole else ", as far as they exist at the peak"
     state = states["optimizer"] / max(facts["held"], 1.0)
     tokens = plan.microbatch * (1 if job.model.is_stack else job.data.seq_len) / plan.cp
@@ -63,7 +67,7 @@ def _terms(job: Job, plan: Plan, memory: EngineMemory, index: int) -> dict[str, 
         "parameters": parameters,
         "gradients": gradients,
         "optimizer": optimizer,
-        "activations": f"{blocks}{plan.recompute}){flight}, and the step's data",
+        "activations": f"{blocks}{recompute_text(job, plan)}){flight}, and the step's data",
         "communication": ", ".join(words for words, used in moved.items() if used) or "none",
         "temporary": "tensors of the operator that runs at the peak, such as the logits of the loss",
         "runtime": "torch and its libraries" if states else "",

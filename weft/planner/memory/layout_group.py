@@ -82,6 +82,23 @@ class Rank:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class SharedTables:
+    """States and passes that many layouts of a group have in common."""
+
+    states: dict[str, Size]
+    ways: Size
+    """For each layout its entry in `states`."""
+    passes: Any
+    columns: Size
+    """For each layout its column in `passes`."""
+
+    def states_of(self, chosen: slice) -> dict[str, Size]:
+        """The states of some of the layouts."""
+        ways = self.ways[chosen]
+        return {name: size.take(ways) for name, size in self.states.items()}
+
+
 class LayoutGroup:
     """A rank of layouts with the same flags."""
 
@@ -101,17 +118,22 @@ class LayoutGroup:
         self.twin = self.begins * self.ends * (bool(self.job.model.tied) and flags["piped"])
         """1 where the rank has both copies: the optimizer updates the embedding only."""
 
-    def trace(self, detail: bool) -> Walk:
-        """The walk through a step."""
+    def shared(self) -> SharedTables:
+        """What the layouts have in common."""
+        return SharedTables(*self._distinct(), *self.tables.columns(self.layouts, self.flags))
+
+    def trace(self, detail: bool, shared: SharedTables, chosen: slice) -> Walk:
+        """The walk through a step; the layouts are the `chosen` ones of a group that has the tables."""
         layouts, flags, rank = self.layouts, self.flags, self.rank
+        steady = rank.steady
         regime = Regime(
             sharded=flags["zero"] > 0, zero=flags["zero"], splits=flags["splits"], split_passes=flags["split_passes"],
             gathers_again=flags["zero"] == 3 and not flags["splits"], buckets=flags["buckets"],
-            steady=flags["piped"] and bool(np.all(rank.steady)),
+            steady=flags["piped"] and bool(np.all(steady)),
             compute_bytes=self.compute_bytes, copies_reduced=self.plan.backend == "gloo",
         )  # fmt: skip
-        passes = self.tables.passes(layouts, flags)
-        states = self._states()
+        passes = Passes.from_table(shared.passes, shared.columns[chosen], layouts.recompute)
+        states = shared.states_of(chosen)
         stage = self.stage(passes, states)
         between = {part: states[part] for part in ("parameters", "optimizer", "communication")}
         runtime = RUNTIME_BYTES[self.plan.device] + (WORKSPACE_BYTES if flags["compiled"] else 0.0)
@@ -120,7 +142,7 @@ class LayoutGroup:
         walk = Walk(
             {
                 **between, "gradients": states["gradients"] * flags["buckets"],
-                "activations": layouts.accumulation * self._batch_bytes(),
+                "activations": layouts.accumulation * (layouts.microbatch * self.tables.sample_bytes),
                 "communication": between["communication"] + messages,
             },
             detail,
@@ -131,7 +153,7 @@ class LayoutGroup:
             sent = stage.hidden * (2 * layouts.virtual_stages - self.begins - self.ends - local)
         StepTrace(stage, regime, walk).run(
             rank.in_flight, rank.pending, layouts.accumulation, flags["piped"], layouts.virtual_stages,
-            rank.steady, sent, ALL_FORWARD_FIRST[layouts.schedule],
+            steady, sent, ALL_FORWARD_FIRST[layouts.schedule],
             rank.losses_wait, rank.alone,
         )  # fmt: skip
         walk.restart({**between, "gradients": states["gradients"]})
@@ -160,8 +182,9 @@ class LayoutGroup:
         head, twin = u["head"].times(self.ends - self.tied - self.twin), u["head"].times(self.twin).without_states()
         return u["begin"].times(self.begins) + u["norm"].times(self.ends) + head + twin
 
-    def _states(self) -> dict[str, Size]:
-        """Bytes that last from step to step, and elements of units: computed once for all layouts that agree in them.
+    def _distinct(self) -> tuple[dict[str, Size], Size]:
+        """Bytes that last from step to step, and elements of units, of each way in which layouts differ in them; and
+        the way of each layout.
 
         `update` are the bytes of temporary tensors after the last pass: of the optimizer, or of gradients that are
         summed over tp and sent together (parallel/spread_model.py).
@@ -175,7 +198,7 @@ class LayoutGroup:
         some.begins, some.ends, some.tied, some.twin = (
             x[first] for x in (self.begins, self.ends, self.tied, self.twin)
         )
-        return {name: (size + np.zeros(len(first)))[where] for name, size in some._distinct_states().items()}
+        return {name: size + np.zeros(len(first)) for name, size in some._distinct_states().items()}, where
 
     def _distinct_states(self) -> dict[str, Size]:
         job, layouts, held = self.job, self.layouts, self.held()
@@ -277,19 +300,6 @@ class LayoutGroup:
         return [
             (replace(unit, passes=replace(unit.passes, kept=unit.passes.kept * stays)), count) for unit, count in kinds
         ]
-
-    def _batch_bytes(self) -> Size:
-        """One microbatch of data: ids, inputs, targets, valid and, where documents are masked, theirs."""
-        model, size, seq = self.job.model, self.layouts.microbatch, self.job.data.seq_len
-        if model.is_stack:
-            return size * (8.0 + 2 * FP32_BYTES * (model.dim or 0) + 1)
-        if model.is_classifier:
-            return size * (8.0 + FP32_BYTES * seq * model.patch_dim + 8 + 1)
-        if model.labels_samples:
-            return size * (8.0 + seq * 8 + 8 + 1)
-        if model.is_encoder_decoder:
-            return size * (8.0 + seq * (8 + 8 + 1 + (8 if self.job.data.pads_batches else 0)))
-        return size * (8.0 + seq * (8 + 8 + 1 + (16 if self.job.data.separates_documents else 0)))
 
     def _neighbours(self) -> Size:
         """Ranks that a pipeline rank exchanges messages with."""

@@ -46,7 +46,8 @@ def _waiting(pp: int, virtual: int, vee_shaped: int, rank: int, stage: int) -> i
     if vee_shaped:
         return rank if stage >= pp else 2 * pp - 2 - rank
     forwards = 2 * (pp - rank - 1) + (virtual - 1) * pp + 1  # before the first backward pass, in groups of pp
-    return max(0, sum((i // pp) % virtual == stage // pp for i in range(forwards)) - 1)
+    rounds, rest = divmod(forwards, pp * virtual)
+    return max(0, rounds * pp + min(max(rest - stage // pp * pp, 0), pp) - 1)
 
 
 class StageBlocks:

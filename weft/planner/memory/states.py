@@ -73,7 +73,7 @@ class UnitSizes:
 
     def take(self, chosen: Any) -> UnitSizes:
         """The same for some of the layouts."""
-        return UnitSizes(self.sums[:, chosen], self.scratch[chosen])
+        return UnitSizes(self.sums.take(chosen, axis=1), self.scratch.take(chosen))
 
     def without_states(self) -> UnitSizes:
         """The same for a copy of weights that the optimizer does not update."""

@@ -43,11 +43,16 @@ class Passes:
     @classmethod
     def from_table(cls, table: Any, columns: Any, recompute: Any) -> Passes:
         """The passes of layouts, by their columns in such an array and the codes of their recompute modes."""
-        blocks, numbers = [], np.arange(4)[:, None]
+
+        def part(row: int) -> PassBytes:
+            return PassBytes(*table[row : row + 4].take(columns, axis=1))
+
+        code, blocks = int(recompute[0]) if len(recompute) else 0, []
+        same, numbers = np.all(recompute == code), np.arange(4)[:, None]
         for row in range(0, len(table) - 12, 12):
-            none, chosen = table[row : row + 4, columns], table[row + 4 * recompute + numbers, columns]
-            blocks.append((PassBytes(*none), PassBytes(*chosen)))
-        rest = table[-12:, columns]
+            chosen = part(row + 4 * code) if same else PassBytes(*table[row + 4 * recompute + numbers, columns])
+            blocks.append((part(row), chosen))
+        rest = table[-12:].take(columns, axis=1)
         return cls(
             blocks[0], blocks[1] if len(blocks) > 1 else None, PassBytes(*rest[:4]), PassBytes(*rest[4:8]), *rest[8:]
         )  # fmt: skip
@@ -62,11 +67,16 @@ class PassTables:
 
     def __init__(self, job: Job, plan: Plan, device: str):
         self.job, self.plan, self.device = job, plan, device
+        self.sample_bytes = _sample_bytes(job)
         self._known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
         """Sorted keys of microbatches and degrees, and the table of each."""
 
     def passes(self, layouts: Layouts, flags: dict[str, Any]) -> Passes:
         """The passes of all units for one microbatch of each layout."""
+        return Passes.from_table(*self.columns(layouts, flags), layouts.recompute)
+
+    def columns(self, layouts: Layouts, flags: dict[str, Any]) -> tuple[Any, Any]:
+        """The table of passes, and each layout's column in it."""
         key = ((layouts.microbatch * 2048 + layouts.tp) * 8192 + layouts.cp) * 2048 + layouts.ep
         first, position = distinct(layouts.microbatch, layouts.tp, layouts.cp, layouts.ep)
         wanted = key[first]
@@ -84,7 +94,21 @@ class PassTables:
             self._known[name] = keys, table
             at = np.asarray(np.searchsorted(keys, wanted))
         assert table is not None
-        return Passes.from_table(table, at[position], layouts.recompute)
+        return table, at[position]
+
+
+def _sample_bytes(job: Job) -> float:
+    """One sample of data: ids, inputs, targets, valid and, where documents are masked, theirs."""
+    model, seq = job.model, job.data.seq_len
+    if model.is_stack:
+        return 8.0 + 2 * FP32_BYTES * (model.dim or 0) + 1
+    if model.is_classifier:
+        return 8.0 + FP32_BYTES * seq * model.patch_dim + 8 + 1
+    if model.labels_samples:
+        return 8.0 + seq * 8 + 8 + 1
+    if model.is_encoder_decoder:
+        return 8.0 + seq * (8 + 8 + 1 + (8 if job.data.pads_batches else 0))
+    return 8.0 + seq * (8 + 8 + 1 + (16 if job.data.separates_documents else 0))
 
 
 def _sizes(job: Job, layouts: Layouts, flags: dict[str, Any], fused: bool) -> Sizes:

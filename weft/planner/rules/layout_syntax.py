@@ -45,6 +45,9 @@ _READ: dict[str, Callable[[str], Any]] = {
     "ep_overlap": bool,
     "split": lambda text: [int(n) for n in text.split(",") if n.strip()],
 }
+_TOWER = re.compile(r"([A-Za-z_][\w.]*):([a-z]\S*)")
+_RANKS = re.compile(r"ranks=?(\d+(?:-\d+)?)\+?")
+"""A tower's name and layout: settings joined by +, such as image:ranks=0-1+tp2."""
 _NUMBER = re.compile(r"\s*[=:]?\s*(\d+)")
 _JOIN = re.compile(r"[\s×x*+&]*")
 
@@ -59,6 +62,8 @@ def parse_layouts(texts: Iterable[str]) -> list[tuple[str, dict[str, Any]]]:
 
 def parse_layout(text: str) -> dict[str, Any]:
     """One layout as a `parallel` section, every axis it leaves out being 1."""
+    if _TOWER.search(text):
+        return _parse_towers(text)
     section: dict[str, Any] = {"dp_replicate": 1, "dp_shard": 1}
     rest = text.lower()
     for key, pattern in _SETTINGS.items():
@@ -82,6 +87,29 @@ def parse_layout(text: str) -> dict[str, Any]:
         section |= meaning
         rest = _JOIN.sub("", rest, count=1)
     return section
+
+
+def _parse_towers(text: str) -> dict[str, Any]:
+    """Layouts of towers, such as `image:tp2 text:dp_shard2` or `image:ranks=0-2+shard3 text:ranks=3`."""
+    towers: dict[str, dict[str, Any]] = {}
+    for name, words in _TOWER.findall(text):
+        found = _RANKS.search(words)
+        rest = _RANKS.sub(" ", words).replace("+", " ").strip()
+        layout = {
+            key: value for key, value in (parse_layout(rest) if rest else {}).items() if value != 1 or key == "zero"
+        }
+        towers[name] = {**layout, **({"ranks": found.group(1)} if found else {})}
+    if rest := _TOWER.sub("", text).strip():
+        raise JobError(f"{text!r} is not a layout: cannot read {rest!r} beside the towers' layouts")
+    section: dict[str, Any] = {"towers": towers, "dp_shard": 1}
+    return {**section, "dp_replicate": max(_tower_end(layout) for layout in towers.values())}
+
+
+def _tower_end(layout: dict[str, Any]) -> int:
+    """The ranks that a tower's layout needs."""
+    if "ranks" in layout:
+        return int(str(layout["ranks"]).rpartition("-")[2]) + 1
+    return ranks(layout)
 
 
 def ranks(section: dict[str, Any]) -> int:

@@ -18,6 +18,7 @@ from weft.planner.rules.optimizer_rules import layer_decay_rule
 from weft.planner.rules.pipeline_rules import pipeline_rule
 from weft.planner.rules.table_rules import tables_rule
 from weft.planner.rules.tensor_rules import heads_rule, padding_rule, width_rule
+from weft.planner.rules.tower_rules import retrieval_rule, towers_rule
 from weft.planner.sync import sync_rule
 
 Rule = Callable[[Job, Plan], str | None]
@@ -51,7 +52,7 @@ RULES: tuple[Rule, ...] = (
     *TP_RULES, lora_rule, frozen_rule, batch_rule, microbatch_rule, ramp_rule, drop_last_rule, metrics_rule,
     pipeline_rule, sequence_rule, window_rule, cp_style_rule, offload_rule, tiers_rule, fp8_rule, experts_rule,
     recompute_rule, allreduce_rule, compressed_experts_rule, sync_rule, encryption_rule, layer_decay_rule,
-    tables_rule,
+    tables_rule, towers_rule, retrieval_rule,
 )  # fmt: skip
 """A layout that breaks one of these can be neither planned nor trained."""
 

@@ -71,6 +71,8 @@ class Layouts:
 
     def take(self, chosen: Any) -> Layouts:
         """The layouts selected by a mask, a slice or indices."""
+        if isinstance(chosen, np.ndarray) and chosen.dtype != bool:
+            return Layouts(**{name: array.take(chosen) for name, array in self.arrays()})  # faster than an index
         return Layouts(**{name: array[chosen] for name, array in self.arrays()})
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
@@ -138,8 +140,11 @@ def distinct(*columns: Any) -> tuple[IntArray, IntArray]:
             values, digit = np.unique(digit, return_inverse=True)
             base = len(values)
         if size * base > largest:
-            first, key = _numbered(key, size)
-            size = len(first)
+            values, digit = _numbered(digit, base)
+            base = len(values)
+        if size * base > largest:
+            values, key = _numbered(key, size)
+            size = len(values)
         key, size = key * base + digit, size * base
     return _numbered(key, size)
 
@@ -151,7 +156,7 @@ def _numbered(key: IntArray, size: int) -> tuple[IntArray, IntArray]:
     values = np.flatnonzero(there)
     number = np.empty(size, np.int64)
     number[values] = np.arange(len(values))
-    position = number[key]
+    position = number.take(key)
     first = np.empty(len(values), np.int64)
     first[position[::-1]] = np.arange(len(key) - 1, -1, -1)
     return first, position

@@ -138,7 +138,7 @@ def _once(
         return compute(model, cluster, layouts, cal)
     first, position = distinct(*kind.columns(layouts))
     found = compute(model, cluster, layouts.take(first), cal)
-    arrays = {f.name: np.broadcast_to(getattr(found, f.name), len(first))[position] for f in fields(kind)}
+    arrays = {f.name: np.broadcast_to(getattr(found, f.name), len(first)).take(position) for f in fields(kind)}
     return kind(**arrays)
 
 

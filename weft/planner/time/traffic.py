@@ -325,7 +325,8 @@ def _approximate(job: Job, plan: Plan) -> dict[str, float]:
         share = plan.microbatch * plan.accumulation * job.data.seq_len
         out["cp"] = sum(context_bytes(job.model, plan, share, compute).values())
         if plan.dp_shard == 1:
-            out["cp"] += FP32_BYTES * parameters
+            group = "dp_replicate_cp" if plan.dp_replicate > 1 else "cp"
+            out[group] = out.get(group, 0.0) + FP32_BYTES * parameters
     if plan.dp_shard > 1:
         gathers = {1: 1, 2: 1, 3: 2 * plan.accumulation}[plan.zero]
         scatters = 1 if plan.zero == 1 else plan.accumulation

@@ -1,0 +1,1 @@
+"""Towers: encoders of one model, each spread over ranks by a layout of its own."""
