@@ -233,6 +233,49 @@ class Records:
         return self.train(1000 + index)
 
 
+class Kinds(Records):
+    """A class for some words and values."""
+
+    def train(self, index: int) -> dict[str, object]:
+        sample = super().train(index)
+        return {"words": sample["words"], "values": sample["values"], "targets": index % 3}
+
+
+class Many(Kinds):
+    train_len = 1600
+
+
+class Amounts(Records):
+    """Two numbers for values, without words."""
+
+    def train(self, index: int) -> dict[str, object]:
+        values = super().train(index)["values"]
+        return {"values": values, "targets": values[:2] * 2}  # type: ignore[index]
+
+
+class WideValues(Amounts):
+    """Values in two rows."""
+
+    def train(self, index: int) -> dict[str, object]:
+        sample = super().train(index)
+        return sample | {"values": sample["values"].view(2, 2)}  # type: ignore[attr-defined]
+
+
+class TwoHeads(nn.Module):
+    """A class from words and values, and numbers from values; it is given the task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 4)
+        self.blocks = nn.Sequential(Block(4, 8), Block(4, 8))
+        self.first = nn.Linear(4, 3)
+        self.second = nn.Linear(4, 2)
+
+    def forward(self, values: Tensor, words: Tensor, task: Tensor) -> dict[str, Tensor]:
+        x = self.blocks(values + self.embed(words).mean(1) * (task == 0).unsqueeze(1))
+        return {"kind": self.first(x), "size": self.second(x)}
+
+
 class Labelled(Records):
     """Samples with a key that OwnLoss names."""
 

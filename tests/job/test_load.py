@@ -245,4 +245,6 @@ def test_every_field_has_a_description() -> None:
     }
     assert len(fields) > 80
     assert [key for key, field in fields.items() if not field.get("description")] == []
-    assert len(set(known_keys(Job))) == len(fields)
+    twice = {"data.mixture.loss"}  # has the section of model.loss, whose fields are in the schema once
+    keys = {key for key in known_keys(Job) if key.rpartition(".")[0] not in twice}
+    assert len(keys) == len(fields)

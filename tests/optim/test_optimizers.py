@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.job import Job, Optim, Train
+from weft.job.lr_scaling import lr_scaling
 from weft.optim.build_optimizers import build_optimizers
 from weft.optim.ema import Ema
 from weft.optim.schedule import learning_rate, peak_lr
@@ -130,6 +131,13 @@ def test_scaled_peak_rates_are_explained() -> None:
     job = Job(train=Train(global_batch=64), optim=Optim(lr=1e-3, scale_lr="linear", base_batch=256))
     assert peak_lr(job)[0] == 2.5e-4
     assert peak_lr(Job())[1] is None
+    lars = Optim(name="lars", lr=1.0, scale_lr="lars", base_batch=256, warmup=0.05)
+    job = Job(train=Train(global_batch=1024, steps=100), optim=lars)
+    assert peak_lr(job) == (
+        2.0, "lr 1 × 2 = 2: lars scaling from batch 256 to 1024; warm-up 0.05 → 0.2 of the steps"
+    )  # fmt: skip
+    assert learning_rate(job, 10) == 1.0 and learning_rate(job, 20) == 2.0
+    assert str(lr_scaling(lars.model_copy(update={"warmup": 30}), 1024)).endswith("warm-up of 30 steps as before')")
 
 
 def test_moving_average() -> None:

@@ -42,14 +42,14 @@ def test_clipping(pool: RankPool) -> None:
 def test_a_loss_scale_that_is_too_large_skips_and_recovers(pool: RankPool) -> None:
     """Every rank of every layout takes and skips the same steps, and a skipped step changes nothing."""
     job = make_job("precision=fp16", "train.ema=0.5")
-    reference = run(pool, job, "1", 8, 2.0**24).seen[0]
-    assert reference.taken == [False] * 5 + [True, True, False]
-    assert reference.scales == [2.0**24, 2.0**23, 2.0**22, 2.0**21, 2.0**20, 2.0**19, 2.0**19, 2.0**20]
+    reference = run(pool, job, "1", 5, 2.0**21).seen[0]
+    assert reference.taken == [False, False, True, True, False]
+    assert reference.scales == [2.0**21, 2.0**20, 2.0**19, 2.0**19, 2.0**20]
     for layout in ("dp_replicate 2", "dp_shard 2 zero=3 × tp 2"):
-        spread = run(pool, job, layout, 8, 2.0**24)
+        spread = run(pool, job, layout, 5, 2.0**21)
         assert all((s.taken, s.scales) == (reference.taken, reference.scales) for s in spread.seen), layout
         assert not disagreements(spread.seen)
-    still = run(pool, job, "dp_shard 2 zero=3 × tp 2", 5, 2.0**24).result
+    still = run(pool, job, "dp_shard 2 zero=3 × tp 2", 2, 2.0**21).result
     assert all(torch.equal(w, still.trace.start[n]) for n, w in still.trace.parameters.items())
     assert all(torch.equal(w, still.trace.start[n]) for n, w in still.ema.items())
 

@@ -27,11 +27,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_replaced_store_is_reported_on_resume(folder: Path) -> None:
-    assert weft(folder, *JOB, "train.steps=2").code == 0
-    assert "replaced" not in weft(folder, *JOB, "train.steps=4").err
+    assert weft(folder, *JOB, "--no-resilient", "train.steps=2").code == 0
+    assert "replaced" not in weft(folder, *JOB, "--no-resilient", "train.steps=4").err
     (folder / "store").rename(folder / "first")
     (folder / "other").rename(folder / "store")
-    again = weft(folder, *JOB, "train.steps=6")
+    again = weft(folder, *JOB, "--no-resilient", "train.steps=6")
     assert again.code == 0 and "data.source store was replaced since step 4" in again.out + again.err
     events = [json.loads(line) for line in (folder / "runs/run/events.jsonl").read_text().splitlines()]
     assert [e["step"] for e in events if e["event"] == "data_changed"] == [4]

@@ -15,7 +15,8 @@ from weft.data.chat.packed_documents import PackedDocuments
 from weft.data.chat.template import load_template
 from weft.data.corpora import CORPORA, RECORD_CORPORA, encode_corpus, encode_records
 from weft.data.file_array import FileArray
-from weft.data.mixture import MixedDataset, SourceShares
+from weft.data.growing import GrowingDataset, find_shards
+from weft.data.mixture import MixedDataset, SourceShares, TaskDataset, describe_shares
 from weft.data.order import OrderedDataset, SampleOrder
 from weft.data.prepared_files import prepared_store
 from weft.data.recommend.ratings import RATING_SOURCES, open_ratings, reads_ratings
@@ -56,12 +57,15 @@ def open_dataset(job: Job) -> Dataset:
     """The dataset behind job.data; job.model is resolved."""
     data = job.data
     order = SampleOrder(data.shuffle, data.shuffle_block)
+    if data.buckets:
+        order = SampleOrder("blocks", BUCKET_BATCHES * job.train.global_batch)
+    found: Dataset
     if data.mixture:
-        found = _open_mixture(job, order)
+        found = _open_mixture(job, SampleOrder(data.shuffle, data.shuffle_block))
+    elif data.growing:
+        found = GrowingDataset(data, lambda shard: _open_source(job, shard, data.format), order)
     else:
         found = _open_source(job, data.source, data.format)
-        if data.buckets:
-            order = SampleOrder("blocks", BUCKET_BATCHES * job.train.global_batch)
         found = found if order.kind == "samples" else OrderedDataset(found, order)
     sources = [each.source for each in data.mixture] or [data.source]
     if job.model.is_encoder and not job.model.classes and not any(is_user_dataset(source) for source in sources):
@@ -72,22 +76,32 @@ def open_dataset(job: Job) -> Dataset:
 def _open_mixture(job: Job, order: SampleOrder) -> Dataset:
     data = job.data
     opened = [_open_source(job, each.source, each.format or data.format) for each in data.mixture]
-    if any(getattr(dataset, "padding", None) for dataset in opened):
-        raise JobError(
-            f"data.mixture mixes texts of one length, and data.format={data.format} has others; leave it out"
-        )
     if any(getattr(dataset, "takes_epoch", False) for dataset in opened):
         raise JobError("data.mixture mixes text and conversations, and one of its sources holds images; leave it out")
     keys = [set(dataset.train(0)) for dataset in opened]
-    if any(k != keys[0] for k in keys):
+    apart = bool(data.tasks and job.model.module)
+    if any(k != keys[0] for k in keys) and not apart:
         raise JobError(
             "data.mixture has sources with packed conversations and sources without; write data.mask_documents=true"
         )
     start = [each.weight for each in data.mixture]
-    end = [each.weight if each.final_weight is None else each.final_weight for each in data.mixture]
+    if data.temperature is not None:
+        start = [float(dataset.train_len) ** (1 / data.temperature) for dataset in opened]
+    end = (
+        start
+        if data.temperature is not None
+        else [each.weight if each.final_weight is None else each.final_weight for each in data.mixture]
+    )
     total = job.train.ramp.samples_before(job.train.steps) if start != end else 0
     shares = SourceShares(start, end, round(total * data.anneal_from), total)
-    return MixedDataset(opened, shares, order, "+".join(fingerprint_of(dataset) for dataset in opened))
+    fingerprint = "+".join(fingerprint_of(dataset) for dataset in opened)
+    found = (
+        TaskDataset(opened, shares, order, fingerprint, data.tasks, apart)
+        if data.tasks
+        else MixedDataset(opened, shares, order, fingerprint)
+    )
+    found.summary = describe_shares(data, start, [dataset.train_len for dataset in opened])
+    return found
 
 
 def _open_source(job: Job, source: str, format: str | None) -> Dataset:
@@ -200,6 +214,8 @@ def open_tokenizer(data: Data) -> Tokenizer:
     """The tokenizer of data.source: a store brings its own, everything else uses data.tokenizer."""
     source = data.mixture[0].source if data.mixture else data.source
     format = (data.mixture[0].format if data.mixture else None) or data.format
+    if data.growing and format is None:
+        source = str(Path(source) / find_shards(data)[0])
     if source in _NAMES or (format and not is_store(Path(source))) or is_user_dataset(source):
         return load_tokenizer(data.tokenizer)
     _check_store_path(source)

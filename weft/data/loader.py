@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NamedTuple, Self
@@ -50,14 +50,15 @@ class Loader:
     `shares` is set. Nothing depends on what was read before. A `ramp` gives early steps fewer samples; with
     `fixed_parts` they have as many microbatches as the others. `start_sample` is the k of start_step if earlier steps
     had another G. `pin` puts batches into pinned memory. With `drop_last` an epoch ends with its last whole batch.
-    `workers` processes read the samples, if any.
+    `workers` processes read the samples, if any. Of a growing dataset, `grow` is called when the next step has not
+    enough samples: it adds new ones, or returns false, which ends the iteration.
     """
 
     def __init__(
         self, dataset: Dataset, *, seed: int, global_batch: int, microbatch: int, dp_rank: int, dp_size: int,
         prefetch: int = 2, start_step: int = 0, start_sample: int | None = None, record: Path | None = None,
         pin: bool = False, shares: BatchShares | None = None, ramp: BatchRamp | None = None, fixed_parts: bool = False,
-        drop_last: bool = False, workers: int = 0,
+        drop_last: bool = False, workers: int = 0, grow: Callable[[], bool] | None = None,
     ) -> None:  # fmt: skip
         self._dataset, self._seed, self._dp_rank = dataset, seed, dp_rank
         self._ramp = ramp or BatchRamp(global_batch)
@@ -73,6 +74,7 @@ class Loader:
         self._offset = 0 if start_sample is None else start_sample - self._ramp.samples_before(start_step)
         self._prefetch, self._pin = prefetch, pin
         self._worker_count = workers
+        self._grow = grow
         self._workers: SampleWorkers | None = None
         self._next_read = start_step
         self._record_path = record
@@ -89,6 +91,8 @@ class Loader:
 
     def __next__(self) -> list[Batch]:
         began = time.perf_counter()
+        if self._grow is not None:
+            self._add_samples(self._grow)
         if self._worker_count and self._workers is None and not self._closed:
             self._workers = SampleWorkers(self._dataset, self._worker_count)
         step = self._take() if self._prefetch else self._read_now()
@@ -123,6 +127,28 @@ class Loader:
             self._record.close()
             self._record = None
 
+    def _add_samples(self, grow: Callable[[], bool]) -> None:
+        """Make a growing dataset have enough samples for the next step, or end the iteration."""
+        while True:
+            with self._changed:
+                if self._closed or self._ready or not self._exhausted():
+                    return
+            if self._thread is not None:
+                self._thread.join()  # it ends where the samples do
+                self._thread = None
+            if not grow():
+                raise StopIteration
+            if self._workers is not None:  # they have the dataset as it was
+                self._workers.close()
+                self._workers = None
+
+    def _exhausted(self) -> bool:
+        """Whether a growing dataset has not enough samples for the next step to be read."""
+        available = getattr(self._dataset, "available", None)
+        if available is None:
+            return False
+        return bool(self._ramp.samples_before(self._next_read + 1) + self._offset > available)
+
     def _read_now(self) -> _Step:
         if self._closed:
             raise StopIteration
@@ -150,11 +176,11 @@ class Loader:
             while True:
                 with self._changed:
                     self._changed.wait_for(lambda: len(self._ready) < self._prefetch or self._closed)
-                    if self._closed:
+                    if self._closed or (self._grow is not None and self._exhausted()):
                         return
                 step = self._read(self._next_read)
-                self._next_read += 1
                 with self._changed:
+                    self._next_read += 1
                     self._ready.append(step)
                     self._changed.notify_all()
         except BaseException as error:  # raised again in the consumer
@@ -229,19 +255,20 @@ def read_share(
 def val_batches(
     dataset: Dataset, *, global_batch: int, microbatch: int, dp_rank: int, dp_size: int, limit: int
 ) -> Iterator[list[Batch]]:
-    """The held-out samples in their fixed order, at most `limit` global batches of them.
+    """The held-out samples in their fixed order, at most `limit` global batches of them, or so many of each task.
 
     The last global batch is filled up with masked samples (id -1, valid false), so that every rank
     takes part in every collective.
     """
-    shares, length = BatchShares.even(global_batch, microbatch, dp_size), dataset.val_len
+    shares = BatchShares.even(global_batch, microbatch, dp_size)
     share = shares.counts[dp_rank]
-    for batch in range(min(limit, -(-length // global_batch))):
-        ids = batch * global_batch + dp_rank * share + np.arange(share, dtype=np.int64)
-        filler = _void(dataset.val(length - 1)) if ids[-1] >= length else {}
-        samples = [dataset.val(int(i)) if i < length else filler for i in ids]
-        ids = np.where(ids < length, ids, -1)
-        yield [_stack(samples[part], ids[part], padding_of(dataset)) for part in shares.slices(dp_rank)]
+    for start, stop in getattr(dataset, "val_ranges", ((0, dataset.val_len),)):
+        for first in range(start, min(stop, start + limit * global_batch), global_batch):
+            ids = first + dp_rank * share + np.arange(share, dtype=np.int64)
+            filler = _void(dataset.val(stop - 1)) if ids[-1] >= stop else {}
+            samples = [dataset.val(int(i)) if i < stop else filler for i in ids]
+            ids = np.where(ids < stop, ids, -1)
+            yield [_stack(samples[part], ids[part], padding_of(dataset)) for part in shares.slices(dp_rank)]
 
 
 def _void(sample: Sample) -> Sample:

@@ -8,6 +8,7 @@ sample is a function of the seed and k, and of the number of samples of the run 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 
 from weft.data.order import SampleOrder
 from weft.data.sampler import Ints, shuffle
+from weft.job.data import Data
+from weft.job.errors import JobError
 
 BLOCK = 1024
 """Samples of a block, in which the shares are those of the weights up to one sample of each source."""
@@ -70,6 +73,17 @@ def _rounded(due: NDArray[np.float64]) -> Counts:
     return found
 
 
+def describe_shares(data: Data, weights: Sequence[float], lengths: Sequence[int]) -> str:
+    """The shares of a mixture's sources at the start of a run, as a sentence."""
+    parts = [
+        f"{each.name or each.source} {weight / sum(weights):.1%} ({length:,} samples"
+        + (f", loss × {each.loss.weight:g})" if each.loss is not None and each.loss.weight != 1 else ")")
+        for each, weight, length in zip(data.mixture, weights, lengths, strict=True)
+    ]
+    rule = "" if data.temperature is None else f", by samples^(1/{data.temperature:g})"
+    return f"mixture: {', '.join(parts)}{rule}"
+
+
 class MixedDataset:
     """Samples of several datasets; an index of one of them is offset by the lengths of those before it."""
 
@@ -78,16 +92,20 @@ class MixedDataset:
         self._train = np.cumsum([0, *(d.train_len for d in datasets)])
         self._val = np.cumsum([0, *(d.val_len for d in datasets)])
         self.train_len, self.val_len = int(self._train[-1]), int(self._val[-1])
+        self.padding = getattr(datasets[0], "padding", None)
+        self.summary = ""
+        """The shares of the sources, for the log."""
 
     def train(self, index: int) -> dict[str, np.ndarray]:
         which = self._which(self._train, index)
-        found: dict[str, np.ndarray] = self._datasets[which].train(index - int(self._train[which]))
-        return found
+        return self._sample(which, self._datasets[which].train(index - int(self._train[which])))
 
     def val(self, index: int) -> dict[str, np.ndarray]:
         which = self._which(self._val, index)
-        found: dict[str, np.ndarray] = self._datasets[which].val(index - int(self._val[which]))
-        return found
+        return self._sample(which, self._datasets[which].val(index - int(self._val[which])))
+
+    def _sample(self, which: int, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return sample
 
     @staticmethod
     def _which(offsets: Ints, index: int) -> int:
@@ -109,3 +127,51 @@ class MixedDataset:
                 own = self._order.indices(seed + int(source), numbers[places[mine]], self._datasets[source].train_len)
                 out[here[mine]] = self._train[source] + own
         return out
+
+
+class TaskDataset(MixedDataset):
+    """Samples of several tasks, each with the number of its task.
+
+    With `apart`, as for modules of your own, tasks may have different inputs and targets: a target is named after its
+    task, and what a task does not have is filled with zeros.
+    """
+
+    def __init__(
+        self, datasets: Sequence[Any], shares: SourceShares, order: SampleOrder, fingerprint: str,
+        names: Sequence[str], apart: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(datasets, shares, order, fingerprint)
+        self.val_ranges = tuple((int(a), int(b)) for a, b in pairwise(self._val) if b > a)
+        """Held-out samples of each task that has some."""
+        self._names, self._apart = tuple(names), apart
+        self._blank: dict[str, np.ndarray] = {}
+        if apart:
+            for which, dataset in enumerate(datasets):
+                self._add_blank(which, self._renamed(which, dataset.train(0)))
+
+    def _add_blank(self, which: int, sample: dict[str, np.ndarray]) -> None:
+        for key, value in sample.items():
+            blank = self._blank.setdefault(key, np.zeros_like(value))
+            if blank.ndim != value.ndim or blank.dtype.kind != value.dtype.kind:
+                raise JobError(
+                    f"data.mixture: {key} is {value.dtype} of shape {list(value.shape)} in task {self._names[which]}, "
+                    f"and {blank.dtype} of shape {list(blank.shape)} in an earlier one; give it another name there"
+                )
+        inputs = [key for key in self._blank if key == "inputs" or key.startswith("inputs/")]
+        if len({key[:8] == "inputs/#" or key == "inputs" for key in inputs}) > 1:
+            raise JobError(
+                f"data.mixture: task {self._names[which]} names its inputs, and another does not; yield dicts with "
+                "the names of forward's parameters in both"
+            )
+
+    def _renamed(self, which: int, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        own = f"targets/{self._names[which]}"
+        return {
+            own + key.removeprefix("targets") if key == "targets" or key.startswith("targets/") else key: value
+            for key, value in sample.items()
+        }
+
+    def _sample(self, which: int, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if self._apart:
+            sample = {**self._blank, **self._renamed(which, sample)}
+        return {**sample, "task": np.asarray(which, dtype=np.int64)}

@@ -51,7 +51,7 @@ def open_user_dataset(job: Job) -> UserDataset:
         inner = make(data)
     except Exception as error:
         raise _user_code_error(data.source, "calling it with the data section", error) from error
-    return UserDataset(inner, data.source, job.model)
+    return UserDataset(inner, data.source, job.model, bool(data.tasks))
 
 
 def _user_code_error(source: str, doing: str, error: Exception) -> JobError:
@@ -62,7 +62,7 @@ def _user_code_error(source: str, doing: str, error: Exception) -> JobError:
 class UserDataset:
     """A user's dataset with checked lengths and samples: arrays, always with `valid`."""
 
-    def __init__(self, inner: Any, source: str, model: Model) -> None:
+    def __init__(self, inner: Any, source: str, model: Model, several: bool = False) -> None:
         self._inner, self._source = inner, source
         given = model.vocab if model.module or model.takes_tokens or model.is_classifier else None
         self._vocab = given
@@ -70,7 +70,7 @@ class UserDataset:
         self._labels = model.classes
         """Integer targets must be below it instead, where the model gives labels."""
         self._tokens, self._classes = model.takes_tokens, model.takes_tokens or model.is_classifier
-        self._plain, self._several = not model.module, isinstance(model.loss, dict)
+        self._plain, self._several = not model.module, several or isinstance(model.loss, dict)
         self._rows = {key: (table.name, table.rows) for table in model.tables for key in table.keys}
         """By key of a sample with ids: the table and its number of rows."""
         self._patch_dim = model.patch_dim if model.is_classifier else None

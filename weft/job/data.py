@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from weft.job.model_parts.named_loss import NamedLoss
 from weft.job.section import Section
 from weft.job.token_files import MASK
 
@@ -15,10 +16,16 @@ PAD_MULTIPLE = 8
 
 
 class MixtureSource(Section):
-    """One source of a mixture."""
+    """One source of a mixture. With a name it is a task, which has its own loss and metrics."""
 
     source: str
     """As data.source."""
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the task: steps record its loss as loss/NAME, evaluations as val_loss/NAME. Give every source one, or
+    none."""
+    loss: NamedLoss | None = None
+    """Loss of the task: of your own module a function, output and target as in model.loss; of other models its weight
+    alone, such as {weight: 0.5}. Default: model.loss."""
     weight: float = Field(1.0, ge=0, le=1e9)
     """Share of the samples, relative to the other weights."""
     final_weight: float | None = Field(None, ge=0, le=1e9)
@@ -96,10 +103,16 @@ class Data(Section):
     in blocks of 8 global batches (pairs, with shuffle: samples)."""
     label_field: str = "label"
     """Field of a record with its label, a number or a text, of format labels."""
+    growing: bool = False
+    """data.source is a folder that gets new shards: token stores, or files of format text, chat, instruction or pairs.
+    A run reads each sample once, ends when there are no more, and reads only new shards when it is started again."""
     mixture: tuple[MixtureSource, ...] = ()
     """Several sources with weights, instead of data.source."""
     anneal_from: float = Field(1.0, ge=0, le=1)
     """Share of the run's samples after which the weights of the mixture change to their final_weight."""
+    temperature: float | None = Field(None, gt=0, le=1e9)
+    """Weights of the mixture from the sizes of its sources: the share of a source with n training samples is in
+    proportion to n^(1/temperature). 1 reads them by size, large values evenly. Default: their weight."""
     shuffle: Literal["samples", "blocks", "none"] = "samples"
     """Shuffle samples one by one, or blocks of data.shuffle_block neighbours and the samples in each, or do not."""
     shuffle_block: int = Field(1024, ge=1, le=2**31)
@@ -143,6 +156,11 @@ class Data(Section):
         return self.format == "pairs" and self.bucket and self.shuffle == "samples"
 
     @property
+    def tasks(self) -> tuple[str, ...]:
+        """Names of the tasks; none if the mixture has no names."""
+        return tuple(each.name for each in self.mixture if each.name is not None)
+
+    @property
     def separates_documents(self) -> bool:
         """Whether attention is masked between documents: by mask_documents, or in packed conversations."""
         sources = [(s.source, s.format or self.format) for s in self.mixture] or [(self.source, self.format)]
@@ -163,4 +181,13 @@ class Data(Section):
                 raise ValueError(f"must have a source in mixture with a {name} above 0")
         if self.anneal_from == 1 and any(s.final_weight is not None for s in self.mixture):
             raise ValueError("must set anneal_from, such as 0.8, for the final_weight of its mixture")
+        if self.temperature is not None:
+            if not self.mixture:
+                raise ValueError("must have a mixture for its temperature")
+            if any(each.weight != 1 or each.final_weight is not None for each in self.mixture):
+                raise ValueError("must have a temperature or the weights of its mixture, not both")
+        if len(set(self.tasks)) != len(self.mixture) and self.tasks:
+            raise ValueError("must have a mixture with another name for every source, or without names")
+        if any(each.loss is not None and each.name is None for each in self.mixture):
+            raise ValueError("must have a mixture with a name for every source that has a loss")
         return self

@@ -109,8 +109,9 @@ class Optim(Section):
     layer_decay: float = Field(1.0, gt=0, le=1)
     """Layer-wise learning rates: every block learns with this share of the rate of the block after it, such as 0.75;
     1 turns it off."""
-    scale_lr: Literal["none", "linear", "sqrt"] = "none"
-    """Scale lr with train.global_batch / base_batch."""
+    scale_lr: Literal["none", "linear", "sqrt", "lars"] = "none"
+    """Scale lr with train.global_batch / base_batch, or with its square root (sqrt, lars). lars, of the optimizers lars
+    and lamb, also scales the epochs of warm-up. A run logs the scaled values."""
     base_batch: int = Field(256, ge=1, le=10**9)
     """Global batch for which lr was chosen (scale_lr)."""
 

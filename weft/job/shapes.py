@@ -254,11 +254,18 @@ def _shape(name: str | None) -> dict[str, Any]:
     raise JobError(f"model.shape={name!r} is not known; {hint}")
 
 
+def first_source(data: Data) -> Path:
+    """The path of the data, of the first source of a mixture, or of the first token store of a growing source."""
+    source = Path(data.mixture[0].source if data.mixture else data.source)
+    stores = sorted(source.glob(f"*/{META}")) if data.growing and data.format is None else []
+    return stores[0].parent if stores else source
+
+
 def data_mask_token(data: Data) -> int | None:
     """The mask token of the data's tokenizer, or data.mask_token; None if there is none."""
     if data.mask_token is not None:
         return data.mask_token
-    source = Path(data.mixture[0].source if data.mixture else data.source)
+    source = first_source(data)
     if (source / META).is_file():
         return mask_token(source) if (source / TOKENIZER).is_file() else None
     return mask_token(data.tokenizer)
@@ -269,6 +276,6 @@ def data_vocab(data: Data) -> int | None:
     sources = [each.source for each in data.mixture] or [data.source]
     if sources[0] == "synthetic" or (":" in sources[0] and not data.format):
         return None
-    if (Path(sources[0]) / META).is_file():
-        return read_meta(Path(sources[0])).vocab
+    if (first_source(data) / META).is_file():
+        return read_meta(first_source(data)).vocab
     return 256 if data.tokenizer == "bytes" else tokenizer_vocab(data.tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from weft.job.registry import find_object
 from weft.job.schema import Model
 from weft.models.encoder_decoder import EncoderDecoder, shifted_right
 from weft.models.lora import add_adapters
+from weft.models.transformer import Head
 from weft.models.user.module import build_user_module, user_loss_sum
+from weft.models.user.task_losses import TaskLosses
 
 
 def build_model(model: Model, seed: int = 0) -> nn.Module:
@@ -30,19 +33,21 @@ def build_model(model: Model, seed: int = 0) -> nn.Module:
 
 def loss_sum(
     module: nn.Module, batch: dict[str, Tensor], model: Model, *, seed: int = 0, smoothing: float = 0.0,
-    dtype: torch.dtype = torch.float32, hidden: Any = None,
+    dtype: torch.dtype = torch.float32, hidden: Any = None, tasks: TaskLosses | None = None,
 ) -> Any:  # fmt: skip
-    """Loss of a batch, summed over its valid targets. `dtype` is the compute dtype.
+    """Loss of a batch, summed over its valid targets. `dtype` is the compute dtype. With `tasks` samples have the
+    weights of their tasks, whose losses are added to its sums.
 
     A pipeline stage takes `hidden` from the previous stage and, unless it is the last, returns activations.
     """
     if model.module:
-        return user_loss_sum(module, batch, model, smoothing, dtype, hidden)
+        return user_loss_sum(module, batch, model, smoothing, dtype, hidden, tasks)
     extras = {} if hidden is None else {"hidden": hidden}
     inputs, named = _arguments(batch, seed, dtype)
-    loss: Tensor = module(
-        inputs, targets=batch["targets"], valid=batch["valid"], smoothing=smoothing, **named, **extras
-    )
+    if isinstance(head := getattr(module, "head", None), Head):
+        head.record = None if tasks is None else partial(tasks.add, batch)
+    valid = batch["valid"] if tasks is None else tasks.weighted(batch)
+    loss: Tensor = module(inputs, targets=batch["targets"], valid=valid, smoothing=smoothing, **named, **extras)
     return loss
 
 

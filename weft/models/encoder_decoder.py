@@ -89,7 +89,7 @@ def position_buckets(distance: Tensor, both_sides: bool, buckets: int, limit: in
 
 def shifted_right(targets: Tensor, valid: Tensor | None = None) -> Tensor:
     """The decoder's inputs for teacher forcing: token 0, then the targets without the last; masked ones are 0."""
-    known = targets if valid is None else torch.where(valid, targets, 0)
+    known = targets if valid is None else torch.where(valid > 0, targets, 0)
     return F.pad(known[:, :-1], (1, 0))
 
 

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from weft.planner.engine_constants import LOGITS_BYTES
 
+Record = Callable[[Tensor], None]
+"""Called with the losses of a batch's targets [targets], 0 where they are masked."""
+
 
 class VocabSplit(Protocol):
     """How the vocabulary is sharded: the first row of this rank, and sums and maxima over all ranks."""
@@ -99,7 +102,7 @@ class _KnownGradient(torch.autograd.Function):
 @torch.no_grad()
 def _loss_and_gradients(
     x: Tensor, weight: Tensor, targets: Tensor, valid: Tensor, smoothing: float, split: VocabSplit,
-    want: tuple[bool, bool], make: HeadProductsFactory, bias: Tensor | None = None,
+    want: tuple[bool, bool], make: HeadProductsFactory, bias: Tensor | None = None, record: Record | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """The loss is linear in its upstream gradient, so all gradients are computed with it, chunk by chunk."""
     # x [tokens, dim], weight [local vocab, dim], targets and valid [tokens]
@@ -109,18 +112,23 @@ def _loss_and_gradients(
     dx = torch.empty_like(x) if want[0] else None
     db = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and want[1] else None
     total = torch.zeros((), dtype=torch.float32, device=x.device)
+    recorded: list[Tensor] = []
     for i in range(0, x.shape[0], rows):
         part = slice(i, i + rows)
         logits = products.logits(part) if bias is None else products.logits(part) + bias
-        loss, dlogits = chunk(logits, targets[part], valid[part], smoothing, any(want), products)
+        losses, dlogits = chunk(logits, targets[part], valid[part], smoothing, any(want), products)
         del logits
-        total += loss
+        total += (losses * valid[part]).sum()
+        if record is not None:
+            recorded.append(losses)
         if dx is not None and dlogits is not None:
             products.to_input(dlogits, dx[part])
         if want[1] and dlogits is not None:
             products.to_weight(dlogits, part)
             if db is not None:
                 db += dlogits.sum(0, dtype=torch.float32)
+    if record is not None:
+        record(torch.cat(recorded))
     return total, dx, products.weight_gradient() if want[1] else None, db
 
 
@@ -146,7 +154,8 @@ def _chunk(
     logits: Tensor, targets: Tensor, valid: Tensor, smoothing: float, grad: bool, products: HeadProducts,
     split: VocabSplit,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Summed loss of a chunk, and its gradient by the logits as the products take it."""
+    """Losses of a chunk's valid targets, 0 for others, and the gradient of their weighted sum by the logits as the
+    products take it."""
     logits = logits.float()  # [rows, local vocab]
     vocab = logits.shape[1]
     local = targets - split.start
@@ -162,9 +171,9 @@ def _chunk(
     denominator, target_logit, logit_sum = split.sum(sums)
     lse = denominator.log() + peak.squeeze(1)
     loss = lse - (1 - smoothing) * target_logit - (smoothing / split.vocab) * logit_sum
-    loss = torch.where(valid, loss, 0.0).sum()
+    losses = torch.where(valid > 0, loss, 0.0)
     if not grad:
-        return loss, None
+        return losses, None
     dlogits = exp.div_(denominator.unsqueeze(1))
     if smoothing:
         dlogits -= smoothing / split.vocab
@@ -172,16 +181,18 @@ def _chunk(
         hit = torch.where(mine, -(1.0 - smoothing), 0.0).unsqueeze(1)
         dlogits.scatter_add_(1, index, hit.to(dlogits.dtype))
     dlogits.mul_(valid.unsqueeze(1))
-    return loss, products.rounded(dlogits)
+    return losses, products.rounded(dlogits)
 
 
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, valid: Tensor | None = None, smoothing: float = 0.0,
     split: VocabSplit | None = None, products: HeadProductsFactory = HeadProducts, bias: Tensor | None = None,
+    record: Record | None = None,
 ) -> Tensor:  # fmt: skip
     """Sum over valid targets of the cross-entropy of `x @ weight.T + bias`, in fp32.
 
     x [..., dim], weight [vocab rows of this rank, dim], bias [vocab rows of this rank], targets and valid [...].
+    `valid` may be the weights of targets. `record` is called with the loss of each target, without its weight.
     """
     targets = targets.reshape(-1)
     valid = torch.ones_like(targets, dtype=torch.bool) if valid is None else valid.reshape(-1)
@@ -189,7 +200,7 @@ def linear_cross_entropy(
     split = split or WholeVocab(weight.shape[0])
     grad = torch.is_grad_enabled()
     want = (grad and flat.requires_grad, grad and weight.requires_grad)
-    loss, dx, dw, db = _loss_and_gradients(flat, weight, targets, valid, smoothing, split, want, products, bias)
+    loss, dx, dw, db = _loss_and_gradients(flat, weight, targets, valid, smoothing, split, want, products, bias, record)
     if dx is not None:
         loss = _KnownGradient.apply(flat, dx, loss)
     if dw is not None:

@@ -53,11 +53,12 @@ def weft_cross_entropy(
 def cross_entropy(
     logits: Tensor, targets: Tensor, valid: Tensor, smoothing: float, room: Tensor | None, times: float = 1.0
 ) -> Tensor:
-    """The summed loss of logits [rows, vocab]; `room`, maybe the logits, becomes their gradient times `times`."""
+    """The losses of logits [rows, vocab], 0 where they are masked; `room`, maybe the logits, becomes the gradient of
+    their sum, weighted by `valid`, times `times`."""
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     grads = logits if room is None else room
     weft_cross_entropy[(logits.shape[0],)](
         logits, grads, targets, valid, losses, logits.shape[1], logits.stride(0), grads.stride(0), float(smoothing),
         float(times), GRAD=room is not None, SMOOTH=smoothing > 0, BLOCK=BLOCK, num_warps=16,
     )  # fmt: skip
-    return losses.sum()
+    return losses

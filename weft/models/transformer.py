@@ -16,7 +16,7 @@ from weft.models.dropout import Dropout, salt
 from weft.models.feedforward import FeedForward, make_activation
 from weft.models.latent_attention import LatentAttention
 from weft.models.lora import Adapter
-from weft.models.loss import HeadProducts, HeadProductsFactory, linear_cross_entropy
+from weft.models.loss import HeadProducts, HeadProductsFactory, Record, linear_cross_entropy
 from weft.models.mixture_of_experts import MixtureOfExperts
 from weft.models.norms import make_norm
 from weft.models.patches import ImagePatches, PatchEmbedding
@@ -89,6 +89,8 @@ class Head(nn.Module):
 
     mean: Callable[[Tensor, TokenInfo | None], Tensor] = staticmethod(_mean)
     first: Callable[[Tensor, TokenInfo | None], Tensor] = staticmethod(_first)
+    record: Record | None = None
+    """Called with the losses of the targets."""
 
     def __init__(self, m: Model):
         super().__init__()
@@ -114,7 +116,9 @@ class Head(nn.Module):
         x = self.pooled(x, info)
         if targets is None:
             return F.linear(x, self.weight, self.bias)
-        return linear_cross_entropy(x, self.weight, targets, valid, smoothing, products=self.products, bias=self.bias)
+        return linear_cross_entropy(
+            x, self.weight, targets, valid, smoothing, products=self.products, bias=self.bias, record=self.record
+        )
 
 
 class Transformer(nn.Module):

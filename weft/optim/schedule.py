@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import math
 
+from weft.job.lr_scaling import lr_scaling
 from weft.job.optim import LR_SCHEDULES, LrSchedule, Optim
 from weft.job.schema import Job
 
 
 def peak_lr(job: Job) -> tuple[float, str | None]:
     """The peak rate, scaled with the batch where the job asks for it, and a sentence for the log."""
-    o, batch = job.optim, job.train.global_batch
-    if o.scale_lr == "none":
-        return o.lr, None
-    ratio = batch / o.base_batch
-    factor = ratio if o.scale_lr == "linear" else math.sqrt(ratio)
-    return o.lr * factor, (
-        f"lr {o.lr:g} × {factor:.3g} = {o.lr * factor:.3g}: {o.scale_lr} scaling from batch {o.base_batch} to {batch}"
-    )
+    scaled = lr_scaling(job.optim, job.train.global_batch)
+    return (job.optim.lr, None) if scaled is None else (scaled.lr, scaled.text)
 
 
 def learning_rate(job: Job, step: int) -> float:
     """The rate of step 1, 2, … of train.steps."""
     o, total = job.optim, max(1, job.train.steps)
-    peak, _ = peak_lr(job)
-    warmup = round(o.warmup * total) if o.warmup < 1 else int(o.warmup)
+    scaled = lr_scaling(o, job.train.global_batch)
+    peak, share = (o.lr, o.warmup) if scaled is None else (scaled.lr, scaled.warmup)
+    warmup = round(share * total) if share < 1 else int(share)
     if step <= warmup:
         return peak * step / warmup
     return peak * LR_SCHEDULES[o.schedule].factor(o, step, warmup, total)

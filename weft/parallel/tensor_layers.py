@@ -122,7 +122,7 @@ class VocabHead(Head):
             return self._whole(F.linear(x, weight, bias))
         start, _ = self.split.shard(self.weight.shape[0])
         vocab = SplitVocab(self.split.axis, start, self.weight.shape[0])
-        return linear_cross_entropy(x, weight, targets, valid, smoothing, vocab, self.products, bias)
+        return linear_cross_entropy(x, weight, targets, valid, smoothing, vocab, self.products, bias, self.record)
 
     def _whole(self, logits: Tensor) -> Tensor:
         """The logits of the whole vocabulary; the shards of the last ranks may be shorter and are padded."""

@@ -19,6 +19,7 @@ from weft.job.errors import JobError, MachineError
 from weft.job.load import parse_job, read_job
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
+from weft.job.shapes import first_source
 from weft.job.store_path import explain
 from weft.models.build_model import build_model
 from weft.planner.model.counts import count_parameters
@@ -193,7 +194,7 @@ def _original(job: Job) -> dict[str, Any] | None:
 
 def tokenizer_file(job: Job) -> Path | None:
     """The tokenizer.json of a job's data: that of its token store, or data.tokenizer; None for bytes."""
-    source = Path(job.data.mixture[0].source if job.data.mixture else job.data.source)
+    source = first_source(job.data)
     places = (
         source / TOKENIZER if is_store(source) else Path(job.data.tokenizer),
         Path(job.data.tokenizer) / TOKENIZER,

@@ -61,7 +61,9 @@ def fit(session: Session, signals: Signals) -> Exit:
             while state.step < steps and not metrics.stop:
                 session.now("data")
                 lr = stepper.learning_rate()
-                batches = [to_device(b, device) for b in next(loader)]
+                if (read := next(loader, None)) is None:  # a growing source has no samples for another step
+                    break
+                batches = [to_device(b, device) for b in read]
                 session.now("compute")
                 with recording(session, state.step + 1):
                     grads = stepper.gradients(batches)
@@ -80,7 +82,7 @@ def fit(session: Session, signals: Signals) -> Exit:
                 if tracer.between_steps():
                     metrics.start_clock()
         metrics.settle()
-        if metrics.stop and state.step > first_step:
+        if state.step < steps and state.step > first_step:
             session.save(required=True)
         session.now("checkpoint")
         session.checkpoints.wait()
@@ -101,6 +103,8 @@ def fit(session: Session, signals: Signals) -> Exit:
         "predicted": session.plan.predicted,
         "measured": {"memory_gib": peak_memory_gib(device), "step_time_s": metrics.last.get("step_time_s")},
     }
+    if state.step < steps and not stopped:
+        summary["data_ended"] = True
     if tiers := state.optimizers.tier_report():
         summary["tiers"] = tiers
     session.event("stop" if stopped else "done", **summary, **({"code": int(stopped)} if stopped else {}))

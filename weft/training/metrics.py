@@ -59,8 +59,8 @@ class StepSums:
     A GPU copies them to the host after the step's own kernels while the next step is queued; read() waits for them.
     """
 
-    def __init__(self, sums: Tensor, work: Pending | None, more: Tensor):
-        self.sums, self.work, self.more = sums, work, more
+    def __init__(self, sums: Tensor, work: Pending | None, more: Tensor, of_tasks: int = 0):
+        self.sums, self.work, self.more, self.of_tasks = sums, work, more, of_tasks
         self.copied: torch.cuda.Event | None = None
         if sums.is_cuda:
             if work is not None:
@@ -72,9 +72,9 @@ class StepSums:
     def _joined(self) -> Tensor:
         return torch.cat([self.sums, self.more.reshape(-1).double()])
 
-    def read(self) -> tuple[float, int, float, float, list[float], list[float]]:
+    def read(self) -> tuple[float, int, float, float, list[float], list[float], list[float]]:
         """Norm (the mean over replicas that train alone), count, summed loss, mean square norm of the replicas' own
-        gradients (0: not known), flags and reports, and model figures."""
+        gradients (0: not known), sums of tasks, flags and reports, and model figures."""
         if self.copied is not None:
             self.copied.synchronize()
         else:
@@ -82,8 +82,9 @@ class StepSums:
                 self.work.wait()
             self.host = self._joined()
         loss, norm, count, square, *rest = self.host.tolist()
-        reported = len(self.sums) - 4
-        return norm, round(count), loss, square, rest[:reported], rest[reported:]
+        tasks, rest = rest[: self.of_tasks], rest[self.of_tasks :]
+        reported = len(self.sums) - 4 - self.of_tasks
+        return norm, round(count), loss, square, tasks, rest[:reported], rest[reported:]
 
 
 @dataclass
@@ -144,6 +145,7 @@ class StepMetrics:
         mine = (
             grads.loss / self.plan.tp, norm / self.plan.world, grads.count * apart / self.plan.world,
             small * (grads.factor * self.plan.dp) ** 2 / self.plan.world,
+            *(() if grads.tasks is None else (grads.tasks / self.plan.tp).flatten()),
         )  # fmt: skip
         host_seconds = end.host - start.host
         head = [0.0] * len(mine) + self.signals.flags()
@@ -151,7 +153,7 @@ class StepMetrics:
         sums = self.guards.report(self.state.step, host_seconds, head, memory, devices)
         sums[: len(mine)] = torch.stack([x.reshape(()).double() for x in mine])
         work = self.mesh.everyone.start_all_reduce(sums) if self.mesh.everyone is not None else None
-        started = StepSums(sums, work, self.state.model.figures())
+        started = StepSums(sums, work, self.state.model.figures(), len(mine) - 4)
         more = self.state.rounds.figures()
         pending = _PendingStep(self.state.step, lr, grads.scale, started, start, end, timeline, more)
         self.settle()
@@ -167,7 +169,7 @@ class StepMetrics:
         if entry is None:
             return
         began = time.perf_counter()
-        norm, count, loss_sum, square, reported, more = entry.sums.read()
+        norm, count, loss_sum, square, tasks, reported, more = entry.sums.read()
         if entry.sums.copied is not None:
             self.guards.slack += time.perf_counter() - began
         flags = len(STOP_SIGNALS)
@@ -182,6 +184,7 @@ class StepMetrics:
             "step": entry.step,
             "wall_time": round(time.time(), 3),
             "loss": loss,
+            **self._task_losses(tasks),
             "grad_norm": norm,
             "lr": entry.lr,
             "tokens": self.state.tokens,
@@ -201,6 +204,12 @@ class StepMetrics:
         }
         self.last = record
         self.write(record)
+
+    def _task_losses(self, sums: list[float]) -> dict[str, float]:
+        """The mean loss of each task that the step had samples of, without its weight."""
+        losses, counts = sums[: len(sums) // 2], sums[len(sums) // 2 :]
+        found = zip(self.job.data.tasks, losses, counts, strict=False)
+        return {f"loss/{name}": loss / count for name, loss, count in found if count > 0}
 
     def _noise(self, step: int, square: float, norm: float, taken: bool) -> dict[str, float]:
         """The norm of a replica's gradient, and the gradient noise scale in samples once it is known."""

@@ -16,6 +16,7 @@ from weft.checkpoint.checkpointer import Checkpointer
 from weft.checkpoint.memory_snapshots import Snapshots
 from weft.checkpoint.merge_snapshots import snapshot_layout
 from weft.data.dataset import Dataset, fingerprint_of, open_dataset
+from weft.data.growing import GrowingDataset, Rounds
 from weft.data.loader import Batch, Loader, to_device, val_batches
 from weft.data.sample_workers import auto_workers
 from weft.guards.guards import Guards
@@ -95,6 +96,9 @@ class Session:
     def loader(self) -> Loader:
         """Batches from the next unread sample on."""
         job, mesh = self.job, self.mesh
+        if isinstance(self.dataset, GrowingDataset):
+            self.dataset.follow(self.state.data_rounds or self.dataset.rounds)
+            self.state.data_rounds = self.dataset.rounds
         first = not any(mesh.coord(axis) for axis in ("tp", "cp", "pp"))  # their other ranks read the same samples
         record = self.run.samples / f"rank-{mesh.rank}.jsonl" if job.data.record_ids and first else None
         workers = job.data.workers
@@ -105,9 +109,23 @@ class Session:
             dp_rank=mesh.dp_rank(self.plan), dp_size=self.plan.dp, prefetch=job.data.prefetch,
             start_step=self.state.step, start_sample=self.state.samples, record=record,
             pin=mesh.device.type == "cuda", ramp=job.train.ramp, fixed_parts=self.plan.pp > 1,
-            drop_last=job.data.drop_last, workers=workers,
+            drop_last=job.data.drop_last, workers=workers, grow=self.grow if job.data.growing else None,
         )  # fmt: skip
         return self.guards.attach(loader)
+
+    def grow(self) -> bool:
+        """Add the shards that a growing source has got, as the first rank sees them; whether there are any."""
+        assert isinstance(self.dataset, GrowingDataset)
+        names = cast(list[str], self.mesh.all_gather_json(self.dataset.new_shards())[0])
+        if names:
+            self.dataset.add(names)
+            self.state.data_rounds = self.dataset.rounds
+            self.event("data_grown", step=self.state.step, shards=names, samples=self.dataset.available)
+        left = self.dataset.available - self.state.samples
+        if self.mesh.rank == 0:
+            text = f"{len(names)} new shards" if names else f"no new shards, {max(0, left)} samples left for a batch"
+            self.log.info("%s", f"data.source {self.job.data.source} at step {self.state.step}: {text}")
+        return bool(names)
 
     def held_out(self) -> list[list[Batch]]:
         """The batches of one evaluation."""
@@ -260,12 +278,18 @@ def open_session(
         merge_old_snapshots(session)
         resume_from_disk(session)
         guards.agreed = state.step
+    if isinstance(dataset, GrowingDataset):
+        known = cast(list[Rounds], mesh.all_gather_json(state.data_rounds or dataset.rounds))[0]
+        dataset.follow(known)
+        state.data_rounds = known
     guards.recall(recorded_losses(session))
     session.first_step = state.step
     log.info("%s", f"{plan.layout()} on {plan.device}, ready after {time.perf_counter() - began:.1f} s")
     _, scaling = peak_lr(job)
     if scaling:
         log.info("%s", scaling)
+    if mixed := getattr(dataset, "summary", ""):
+        log.info("%s", mixed)
     if rates := rates_of(job):
         log.info("%s", describe_rates(rates, job.optim.layer_decay))
     if hook is not None:

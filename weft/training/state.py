@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.shards import local_of
+from weft.data.growing import Rounds
 from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.optim.build_optimizers import Optimizers
@@ -46,6 +47,8 @@ class State:
     """How replicas are synchronized between steps."""
     skipped_steps: set[int] = field(default_factory=set)
     """Steps whose samples are read and not trained on, because the run was rolled back before them."""
+    data_rounds: Rounds = field(default_factory=list)
+    """The shards of a growing source (data/growing.py)."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by a name that does not depend on the layout. Each rank has its own random state."""
@@ -129,6 +132,7 @@ class State:
             "skipped_steps": sorted(self.skipped_steps),
             "scale": self.scale.state(),
             "sync": self.rounds.meta(),
+            **({"data_rounds": self.data_rounds} if self.data_rounds else {}),
             "experts": {} if self.model.load is None else self.model.load.placement(),
         }
 
@@ -157,6 +161,7 @@ class State:
         """Continue from tensors that were just loaded in place."""
         self.step, self.tokens, self.samples = meta["step"], meta["tokens"], meta["samples"]
         self.skipped_steps = set(meta.get("skipped_steps", ()))
+        self.data_rounds = meta.get("data_rounds", [])
         self.scale.restore(meta["scale"])
         if (cpu := tensors.get(f"random.{self.mesh.rank}")) is not None:
             torch.set_rng_state(cpu)
@@ -181,6 +186,9 @@ def meta_problem(meta: dict[str, Any]) -> str | None:
             raise ValueError("invalid loss scale")
         if not all(_is_copies(value) for value in meta.get("experts", {}).get("copies", {}).values()):
             raise ValueError("invalid copies of experts")
+        for shard in (shard for each in meta.get("data_rounds", []) for shard in each):
+            if not isinstance(shard["name"], str) or type(shard["samples"]) is not int or shard["samples"] < 0:
+                raise ValueError("invalid shards of the data")
         sections = [meta["job"][section] for section in ("model", "data", "train")]
         if not 0 < Plan.from_json(meta["plan"]).world < MAX_COUNT or not all(isinstance(s, dict) for s in sections):
             raise ValueError("invalid plan or job")

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.axis import Pending
+from weft.job.model_parts.named_loss import NamedLoss
 from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.models.build_model import logits, loss_sum
 from weft.models.user.eval_metrics import EvalMetrics
 from weft.models.user.module import call_module, passes_on, sample_axes, without_padding
-from weft.models.user.named_losses import losses_of
+from weft.models.user.named_losses import losses_of, task_loss
+from weft.models.user.task_losses import TaskLosses, task_samples
 from weft.optim.clip import grad_norm
 from weft.optim.schedule import learning_rate
 from weft.parallel.context.sequence_split import SequenceSplit
@@ -38,6 +40,8 @@ class Gradients:
     scale: float
     local_square: Tensor | None = None
     """Square norm of this replica's own gradients; None where they are not whole before the sum."""
+    tasks: Tensor | None = None
+    """Of several tasks, this rank's sums of losses and numbers of targets (TaskLosses.sums)."""
 
     @property
     def factor(self) -> Tensor:
@@ -60,6 +64,9 @@ class Stepper:
     blind: bool = False
     """Tensors have no values, as in a dry run: every step is taken."""
 
+    def __post_init__(self) -> None:
+        self.tasks = TaskLosses(self.job, self.mesh.device) if self.job.data.tasks else None
+
     def gradients(self, batches: list[Batch]) -> Gradients:
         """Forward and backward over this rank's microbatches of one step."""
         state, spread_model, job = self.state, self.state.model, self.job
@@ -67,15 +74,18 @@ class Stepper:
         count, counting = self._global_count(batches)
         targets = job.data.seq_len if job.model.is_encoder_decoder else batches[0]["valid"][0].numel()
         nominal = job.train.ramp.batch(state.step) * targets / self.apart
+        if self.tasks is not None:
+            self.tasks.sums.zero_()
         total = spread_model.backward(
-            self.local(batches), self.loss_of(job.train.label_smoothing), state.scale.value / nominal,
+            self.local(batches), self.loss_of(job.train.label_smoothing, self.tasks), state.scale.value / nominal,
             self.meanwhile,
         )  # fmt: skip
         if counting is not None:
             counting.wait()
         known = self.plan.tp == self.plan.cp == self.plan.pp == self.plan.dp_shard == 1 < self.plan.dp_replicate
         square = spread_model.parts[0].local_square() if known and self.plan.sync == "step" else None
-        return Gradients(total, count, nominal, state.scale.value, square)
+        tasks = None if self.tasks is None else self.tasks.sums.clone()
+        return Gradients(total, count, nominal, state.scale.value, square, tasks)
 
     def update(self, grads: Gradients, lr: float) -> tuple[Tensor, bool]:
         """Clip and apply. Returns the norm before clipping, and whether the step was taken.
@@ -118,9 +128,25 @@ class Stepper:
 
     @torch.no_grad()
     def evaluate(self, steps: list[list[Batch]]) -> dict[str, float]:
-        """val_loss, the mean over the valid targets of some batches, and the job's metrics, the same on every rank."""
-        batches = [b for step in steps for b in step]
-        metrics = EvalMetrics(self.job.model, self.job.train.metrics)
+        """val_loss, the mean over the valid targets of some batches, and the job's metrics, the same on every rank. Of
+        several tasks, whose batches are apart, these are also those of each task, and the loss over all."""
+        if self.tasks is None:
+            return self._evaluate([b for step in steps for b in step])[0]
+        found: dict[str, float] = {}
+        total = count = 0.0
+        for number, (name, loss) in enumerate(self.tasks.losses.items()):
+            batches = [b for step in steps for b in step if int(b["task"][0]) == number]
+            if batches:
+                figures, targets = self._evaluate(batches, (name, loss))
+                found |= {f"{key}/{name}": value for key, value in figures.items()}
+                total, count = total + figures["val_loss"] * targets * loss.weight, count + targets
+        return {"val_loss": total / max(1.0, count), **found}
+
+    def _evaluate(
+        self, batches: list[Batch], task: tuple[str, NamedLoss] | None = None
+    ) -> tuple[dict[str, float], float]:
+        """The figures of some batches, and the number of their valid targets."""
+        metrics = EvalMetrics(self.job.model, self.job.train.metrics, task if self.job.model.module else None)
         loss_of = self.loss_of(0.0) if metrics.plain and not self.job.model.module else self.evaluation_of(metrics)
         found = self.state.model.evaluate(self.local(batches), loss_of).double().reshape(-1)
         if len(found) < metrics.size:  # only ranks with a pipeline's last stage have sums
@@ -131,7 +157,7 @@ class Stepper:
             self.mesh.everyone.all_reduce(sums)  # every rank of a tp group adds the same: the ratio stays
         rows = {part: self._gathered(rows) for part, rows in metrics.all_rows(self.mesh.device).items()}
         *values, total = sums.tolist()
-        return metrics.figures(values, total, rows)
+        return metrics.figures(values, total, rows), total
 
     def evaluation_of(self, metrics: EvalMetrics) -> LossOf:
         """The sums of an evaluation, as the spread model calls them."""
@@ -148,7 +174,10 @@ class Stepper:
                     return outputs
                 if staged and not together:
                     batch, outputs = without_padding(batch, outputs)
-                return metrics.sums(losses_of(outputs, batch, model, axes=sample_axes(module)), outputs, batch)
+                if metrics.task is None:
+                    return metrics.sums(losses_of(outputs, batch, model, axes=sample_axes(module)), outputs, batch)
+                batch = task_samples(batch, metrics.task[0], torch.ones_like(batch["task"], dtype=torch.bool))
+                return metrics.sums({"loss": task_loss(*metrics.task, outputs, batch, model)}, outputs, batch)
             loss = loss_sum(module, batch, model, seed=seed, dtype=dtype)
             return metrics.sums({"loss": loss}, logits(module, batch, seed=seed, dtype=dtype), batch)
 
@@ -167,12 +196,14 @@ class Stepper:
         gathered = axis.all_gather(padded, 0).cpu().split(max(sizes))
         return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
 
-    def loss_of(self, smoothing: float) -> LossOf:
-        """The job's loss, as the spread model calls it."""
+    def loss_of(self, smoothing: float, tasks: TaskLosses | None = None) -> LossOf:
+        """The job's loss, as the spread model calls it; `tasks` have weights and sums of their own."""
         seed, dtype = self.job.train.seed, COMPUTE_DTYPES[self.plan.precision]
 
         def loss(module: nn.Module, batch: Batch, hidden: Any = None) -> Any:
-            return loss_sum(module, batch, self.job.model, seed=seed, smoothing=smoothing, dtype=dtype, hidden=hidden)
+            return loss_sum(
+                module, batch, self.job.model, seed=seed, smoothing=smoothing, dtype=dtype, hidden=hidden, tasks=tasks
+            )
 
         return loss
 

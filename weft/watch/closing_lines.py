@@ -18,6 +18,11 @@ def closing_lines(run: RunDir) -> list[str]:
     if not ends:
         return []
     end = ends[-1]
+    new_shards = (
+        "; add shards to data.source, and the same command continues with them" if end.get("data_ended") else ""
+    )
+    if new_shards and not end.get("steps_done"):
+        return [f"there are no new samples at step {end.get('step')}{new_shards}"]
     if end["event"] == "done" and not end.get("steps_done"):
         return [f"already done at step {end.get('step')}; raise train.steps to continue, or use --fresh to start again"]
     records = read_metrics(run.metrics)
@@ -25,6 +30,8 @@ def closing_lines(run: RunDir) -> list[str]:
         return [f"stopped at step {end.get('step')} before another was done; the same command continues from here"]
     status = "done" if end["event"] == "done" else "stopped and saved; the same command continues from here"
     lines = [f"{status}: step {end.get('step')}, {duration(end.get('seconds'))}{_losses(events, records)}"]
+    if new_shards:
+        lines.append(f"every sample was read{new_shards}")
     return lines + _predicted_and_measured(end, records) + tier_lines(end)
 
 

@@ -26,8 +26,9 @@ class MaskedTokens:
         self._inner, self._seed, self._rate, self._vocab, self._token = inner, seed, rate, vocab, mask_token
         self.train_len, self.val_len = inner.train_len, inner.val_len
         self.fingerprint = str(getattr(inner, "fingerprint", ""))
-        if (own := getattr(inner, "sample_indices", None)) is not None:
-            self.sample_indices = own
+        for name in ("sample_indices", "val_ranges", "summary"):
+            if (own := getattr(inner, name, None)) is not None:
+                setattr(self, name, own)
 
     def train(self, index: int, epoch: int = 0) -> dict[str, np.ndarray]:
         return self._masked(self._inner.train(index), f"{index} {epoch}")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.job.errors import JobError
+from weft.job.model_parts.named_loss import NamedLoss
 from weft.job.registry import find_object
 from weft.job.schema import Model
 from weft.job.train import RETRIEVAL_METRICS
@@ -110,9 +111,13 @@ class EvalMetrics:
 
     model: Model
     names: Sequence[str]
+    task: tuple[str, NamedLoss] | None = None
+    """Name and loss of the task whose samples are evaluated, of several tasks of your own module."""
 
     def __post_init__(self) -> None:
         several = self.model.loss if isinstance(self.model.loss, dict) else {}
+        if self.task is not None and self.task[1].function in DISTANCES:
+            self.names = [name for name in self.names if name == "perplexity" or ":" in name]
         self.losses = list(several)
         """Names of several losses, whose own values are written too."""
         self.parts = [name for name, loss in several.items() if loss.function not in DISTANCES] if several else [""]
@@ -192,6 +197,9 @@ class EvalMetrics:
         if isinstance(self.model.loss, dict):
             loss = self.model.loss[part]
             output, target = named_output(part, loss, outputs, self.model), named_target(part, loss, batch, self.model)
+        elif self.task is not None:
+            output = named_output(*self.task, outputs, self.model)
+            target = named_target(*self.task, batch, self.model)
         else:
             output, target = main_output(outputs, self.model), unflatten(batch, "targets")
             if not isinstance(target, Tensor):

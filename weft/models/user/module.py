@@ -15,8 +15,9 @@ from weft.comm.axis import Axis
 from weft.job.errors import JobError
 from weft.job.registry import find_object, listed
 from weft.job.schema import Model
-from weft.models.user.named_losses import Batch, losses_of, sample_numbers
+from weft.models.user.named_losses import Batch, losses_of, sample_numbers, task_loss_sum
 from weft.models.user.sample_tree import TARGET_NAMES, unflatten
+from weft.models.user.task_losses import TaskLosses
 from weft.models.vision.batch_norm import use_global_batch_norms
 
 
@@ -85,12 +86,15 @@ def plain_outputs(outputs: Any, module: str) -> Any:
 
 
 def user_loss_sum(
-    module: nn.Module, batch: Batch, model: Model, smoothing: float, dtype: torch.dtype, hidden: Any = None
-) -> Any:
+    module: nn.Module, batch: Batch, model: Model, smoothing: float, dtype: torch.dtype, hidden: Any = None,
+    tasks: TaskLosses | None = None,
+) -> Any:  # fmt: skip
     """The loss of a batch, summed over its valid targets; the outputs of a stage that has none."""
     outputs = call_module(module, batch, model, dtype, hidden)
     if passes_on(module):
         return outputs
+    if tasks is not None:
+        return task_loss_sum(outputs, batch, model, tasks, smoothing)
     return losses_of(outputs, batch, model, smoothing, sample_axes(module))["loss"]
 
 
@@ -116,7 +120,7 @@ def call_module(module: nn.Module, batch: Batch, model: Model, dtype: torch.dtyp
 
 def arguments(module: nn.Module, batch: Batch, model: Model) -> tuple[list[Any], dict[str, Any]]:
     """What a module takes of a batch: the inputs by position or, where samples are dicts, by the names of its
-    parameters; beside them what it names of docs, positions and valid, and targets where it computes the loss."""
+    parameters; beside them what it names of docs, positions, valid and task, and targets where it computes the loss."""
     stage = getattr(module, "stage", None)
     inputs, signature = (
         unflatten(batch, "inputs"),
@@ -127,7 +131,7 @@ def arguments(module: nn.Module, batch: Batch, model: Model) -> tuple[list[Any],
     named = {k: v for k, v in inputs.items() if k in kinds or everything} if isinstance(inputs, dict) else {}
     args = [] if isinstance(inputs, dict) else list(inputs) if isinstance(inputs, tuple) else [inputs]
     taken = set(list(kinds)[: len(args)])
-    beside: dict[str, Any] = {name: batch[name] for name in ("docs", "positions", "valid") if name in batch}
+    beside: dict[str, Any] = {name: batch[name] for name in ("docs", "positions", "valid", "task") if name in batch}
     if isinstance(inputs, dict) or model.loss == "model":
         beside |= dict.fromkeys(TARGET_NAMES, _marked_targets(batch))
     named |= {k: v for k, v in beside.items() if k in kinds and k not in taken and k not in named and v is not None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from weft.job.registry import find_object, listed
 from weft.job.schema import Model
 from weft.models.user.contrastive import contrastive_losses
 from weft.models.user.sample_tree import unflatten
+from weft.models.user.task_losses import TaskLosses
 
 Batch = dict[str, Tensor]
 
@@ -33,6 +34,29 @@ def losses_of(
     found = {name: _one_of_several(name, loss, outputs, batch, model, smoothing) for name, loss in model.loss.items()}
     total = torch.stack([found[name] * loss.weight for name, loss in model.loss.items()]).sum()
     return {"loss": total, **found}
+
+
+def task_loss_sum(outputs: Any, batch: Batch, model: Model, tasks: TaskLosses, smoothing: float) -> Tensor:
+    """The loss of a batch of several tasks, summed over its samples with the weights of their tasks."""
+    found = []
+    for number, name, loss, samples, given in tasks.parts(batch, outputs):
+        one = task_loss(name, loss, given, samples, model, smoothing)
+        tasks.add_sums(number, one, samples["valid"].sum())
+        found.append(one * loss.weight)
+    return torch.stack(found).sum()
+
+
+def task_loss(name: str, loss: NamedLoss, outputs: Any, samples: Batch, model: Model, smoothing: float = 0.0) -> Tensor:
+    """The loss of a task's samples, summed over them without the task's weight."""
+    if model.loss == "model":
+        own = _own_loss(outputs, model)
+        if own.shape != samples["valid"].shape:
+            raise JobError(
+                f"the task {name} needs one loss for each sample, and {model.module} returned a loss of shape "
+                f"{list(own.shape)}; return [batch], or set a loss for each task in data.mixture"
+            )
+        return (own * samples["valid"]).sum()
+    return _one_of_several(name, loss, outputs, samples, model, smoothing)
 
 
 def _single_loss(outputs: Any, batch: Batch, model: Model, smoothing: float) -> Tensor:
@@ -183,17 +207,23 @@ def main_output(outputs: Any, model: Model) -> Tensor:
     return outputs
 
 
+def _field(name: str, model: Model) -> str:
+    return f"model.loss.{name}" if isinstance(model.loss, dict) else f"the loss of task {name}"
+
+
 def named_output(name: str, loss: NamedLoss, outputs: Any, model: Model) -> Tensor:
     """The output of one of several losses."""
     key = loss.output or name
     if isinstance(outputs, dict) and isinstance(outputs.get(key), Tensor):
         return outputs[key]
+    if isinstance(outputs, dict) and isinstance(outputs.get("logits"), Tensor) and loss.output is None:
+        return cast(Tensor, outputs["logits"])
     if isinstance(outputs, Tensor) and loss.output is None:
         return outputs
     given = f"returns {listed(outputs)}" if isinstance(outputs, dict) and outputs else "returns no names"
     raise JobError(
-        f"model.loss.{name} reads the output {key!r}, and {model.module} {given}; return a dict with it, or set "
-        f"model.loss.{name}.output"
+        f"{_field(name, model)} reads the output {key!r}, and {model.module} {given}; return a dict with it, or set "
+        "its output"
     )
 
 
@@ -208,8 +238,8 @@ def named_target(name: str, loss: NamedLoss, batch: Batch, model: Model) -> Tens
     given = sorted({*(targets if isinstance(targets, dict) else ()), *(inputs if isinstance(inputs, dict) else ())})
     has = f"have {listed(given)}" if given else "have no names"
     raise JobError(
-        f"model.loss.{name} reads the target {key!r}, and the samples {has}; yield a dict with it, or set "
-        f"model.loss.{name}.target"
+        f"{_field(name, model)} reads the target {key!r}, and the samples {has}; yield a dict with it, or set its "
+        "target"
     )
 
 

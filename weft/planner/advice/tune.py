@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from weft.job.lr_scaling import lr_scaling
 from weft.job.schema import Job
 from weft.planner.model.counts import count_parameters
 from weft.planner.number_format import human_count
@@ -84,6 +85,8 @@ def tune(job: Job, world: int, tokens: float | None = None) -> list[TunedSetting
         scaled = float(f"{job.optim.lr * factor:.2g}")
         why = f"{job.optim.lr:g} was set for {job.train.global_batch} sequences; the rate scales with the square root "
         out.append(TunedSetting("optim.lr (yours, scaled)", scaled, f"{why}of the batch, × {factor:.2f}"))
+    if scaled_lr := lr_scaling(job.optim, batch):
+        out.append(TunedSetting("optim.lr (yours, scaled)", float(f"{scaled_lr.lr:.2g}"), scaled_lr.text))
     best = TOKENS_PER_PARAMETER * counts.active
     if not 0.5 < budget / best < 2:
         few = budget < best

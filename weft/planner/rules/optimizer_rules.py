@@ -6,6 +6,16 @@ from weft.job.schema import Job
 from weft.planner.plan import Plan
 
 
+def lr_scaling_rule(job: Job, plan: Plan) -> str | None:
+    """The rule of lars and lamb relies on their trust ratios."""
+    if job.optim.scale_lr != "lars" or job.optim.name in ("lars", "lamb"):
+        return None
+    return (
+        f"optim.scale_lr=lars scales the rate of lars and lamb, and optim.name is {job.optim.name}; "
+        "scale_lr=sqrt would work"
+    )
+
+
 def layer_decay_rule(job: Job, plan: Plan) -> str | None:
     """Layer-wise rates need an optimizer whose weights are all on the device, on every rank."""
     decay = job.optim.layer_decay

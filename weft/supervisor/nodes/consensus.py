@@ -123,7 +123,7 @@ class Report:
     """By node: the sender's clock in its newest report received here; its lease depends on it."""
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**vars(self), "seen": dict(self.seen)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Report:

@@ -1,0 +1,53 @@
+"""Rules on the data: tasks of a mixture."""
+
+from __future__ import annotations
+
+from weft.job.model_parts.named_loss import NamedLoss
+from weft.job.schema import Job
+from weft.planner.plan import Plan
+
+TASK_FIELDS = ("function", "output", "target")
+
+
+def growing_rule(job: Job, plan: Plan) -> str | None:
+    """A growing source has no epochs, and its state is that of one stream of samples."""
+    data = job.data
+    if not data.growing:
+        return None
+    for wrong, what in (
+        (bool(data.mixture), "data.mixture"),
+        (data.images is not None, "data.images"),
+        (data.format == "labels", "data.format=labels"),
+        (job.train.epochs is not None, f"train.epochs={job.train.epochs or 0:g}"),
+        (data.drop_last, "data.drop_last=true"),
+        (job.model.is_encoder, f"model.family={job.model.family}"),
+        (bool(job.model.module) and data.format is None and ":" in data.source, f"data.source={data.source}"),
+        (job.train.sync.mode in ("server", "federated"), f"train.sync={job.train.sync.mode}"),
+    ):
+        if wrong:
+            return f"data.growing=true does not support {what}; leave one of them out"
+    return None
+
+
+def tasks_rule(job: Job, plan: Plan) -> str | None:
+    """Tasks have losses of your own module, or weights of the loss of a model of tokens."""
+    data, model = job.data, job.model
+    if not data.tasks:
+        return None
+    if isinstance(model.loss, dict) or model.loss == "contrastive":
+        return (
+            "data.mixture has tasks with a loss each, and model.loss is one of several outputs together; set the loss "
+            "of each task in data.mixture, and leave model.loss out"
+        )
+    if model.module:
+        return None
+    if not (model.takes_tokens or model.is_encoder_decoder):
+        return f"data.mixture has tasks, which model.family={model.family} does not support; leave their names out"
+    for each in data.mixture:
+        default = NamedLoss()
+        if each.loss is not None and any(getattr(each.loss, k) != getattr(default, k) for k in TASK_FIELDS):
+            return (
+                f"data.mixture: task {each.name} sets a loss function, and model.family={model.family} has its own; "
+                f"give its weight alone, such as loss: {{weight: {each.loss.weight:g}}}"
+            )
+    return None
