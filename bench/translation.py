@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -91,7 +92,7 @@ def plain(job: Job) -> EncoderDecoder:
     model.to_empty(device="cpu")
     assert isinstance(model, EncoderDecoder) and model.head is not None and isinstance(model.embed, torch.nn.Embedding)
     if model.aliases:  # to_empty() makes a tied head a weight of its own
-        model.head.weight = model.embed.weight
+        model.head.weight = cast(torch.nn.Parameter, model.embed.weight)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             initialise(name, weight, model, job.train.seed)
