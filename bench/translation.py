@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -89,6 +90,9 @@ def plain(job: Job) -> EncoderDecoder:
     """The recipe in one process: torch's AdamW over the module, with the same weights, batches and schedule."""
     model, data, o = build_model(job.model), open_dataset(job), job.optim
     model.to_empty(device="cpu")
+    assert isinstance(model, EncoderDecoder) and model.head is not None and isinstance(model.embed, torch.nn.Embedding)
+    if model.aliases:  # to_empty() makes a tied head a weight of its own
+        model.head.weight = cast(torch.nn.Parameter, model.embed.weight)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             initialise(name, weight, model, job.train.seed)
@@ -108,7 +112,6 @@ def plain(job: Job) -> EncoderDecoder:
         (loss / batch["valid"].sum()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip)
         optimizer.step()
-    assert isinstance(model, EncoderDecoder)
     return model.eval()
 
 

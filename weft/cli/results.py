@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weft.cli.common import AsJson, RunArg, clean_up_on_interrupt, print_json
+
+if TYPE_CHECKING:
+    from weft.training.chat import Chat
 
 MIN_TEMPERATURE = 0.001
 """Smaller temperatures overflow the logits; they would choose the most likely token, as 0 does."""
@@ -34,6 +38,18 @@ def generate(
     beams: Annotated[
         int, typer.Option(min=1, max=1000, help="Beam search over so many texts at once, of an encoder-decoder (t5).")
     ] = 1,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="Talk by the tokenizer's chat template: each --prompt is a turn; without one, lines are read.",
+        ),
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="System message of --chat.")] = None,
+    template: Annotated[
+        str | None,
+        typer.Option(help="Chat template of --chat: chatml, plain or a .jinja file. Default: the tokenizer's."),
+    ] = None,
     seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Random seed of the sampling.")] = 0,
     ema: Annotated[bool, typer.Option(help="Use the moving average of the weights.")] = False,
     trust_module: Annotated[
@@ -55,6 +71,15 @@ def generate(
     own, found = load_job(str(folder.job)), newest(folder)
     job = saved_job(found, own, trust_module)
     sampling = Sampling(temperature, top_k, top_p, tuple(word for word in stop or () if word), seed)
+    if chat:
+        from weft.training.chat import Chat
+
+        if beams > 1:
+            raise JobError("--chat samples answers, and --beams searches translations; leave one out")
+        talk = Chat.open(found, job, tokens, sampling, ema=ema, template=template, system=system)
+        return _chat(talk, prompt, found.step, as_json)
+    if system is not None or template is not None:
+        raise JobError(f"--{'template' if system is None else 'system'} is for --chat; give both or leave it out")
     pieces = generate_texts(found, job, prompts, tokens, sampling, ema, beams)
     if as_json:
         texts = [""] * len(prompts)
@@ -68,6 +93,33 @@ def generate(
             print(text)
         return
     _print_texts(prompts, pieces)
+
+
+def _chat(talk: Chat, prompts: list[str] | None, step: int, as_json: bool) -> None:
+    """Answer the prompts, else the lines of standard input, one turn each, and print answers as they are generated."""
+    terminal = prompts is None and sys.stdin.isatty()
+    for question in prompts if prompts is not None else _questions(terminal and not as_json):
+        for part in talk.answer(question):
+            if not as_json:
+                print(part, end="", flush=True)
+        if not as_json:
+            print(flush=True)
+    if as_json:
+        print_json({"step": step, "messages": talk.messages})
+
+
+def _questions(terminal: bool) -> Iterator[str]:
+    """Lines until the end of the input, without empty ones; a terminal shows where to write."""
+    if terminal:
+        print("Write a message and press Enter; Ctrl-D ends the conversation.", file=sys.stderr)
+    while True:
+        if terminal:
+            print("> ", end="", flush=True, file=sys.stderr)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
 
 
 def _print_texts(prompts: list[str], pieces: Iterator[tuple[int, str]]) -> None:

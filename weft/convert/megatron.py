@@ -7,6 +7,7 @@ from typing import Any
 
 from weft.convert.conversion import SourceFormat
 from weft.convert.megatron_command import LAUNCHERS, arguments_of
+from weft.convert.megatron_layout import LAYOUT_RULES
 from weft.convert.megatron_model import MODEL_RULES
 from weft.convert.megatron_training import LAUNCH, TRAINING_RULES
 from weft.convert.settings import Result, Rule, Settings
@@ -31,7 +32,9 @@ def _unresolved(rule: Rule) -> Rule:
 
 _LAUNCHER = {name: LAUNCH for name in LAUNCHERS if name not in TRAINING_RULES}
 
-TABLE: dict[str, Rule] = {key: _unresolved(rule) for key, rule in (MODEL_RULES | TRAINING_RULES | _LAUNCHER).items()}
+TABLE: dict[str, Rule] = {
+    key: _unresolved(rule) for key, rule in (MODEL_RULES | LAYOUT_RULES | TRAINING_RULES | _LAUNCHER).items()
+}
 
 
 def _ranks(settings: Settings) -> int | None:

@@ -45,7 +45,8 @@ from weft.parallel.pipeline.executor import Pipelined
 from weft.parallel.pipeline.module_stages import ModuleStages
 from weft.parallel.spread_model import SpreadModel
 from weft.parallel.tables.sharded_tables import spread_tables
-from weft.parallel.tensor import TensorSplit, split_tensors
+from weft.parallel.tensor import split_tensors
+from weft.parallel.tensor_layers import TensorSplit
 from weft.parallel.towers.sample_exchange import SampleExchange
 from weft.parallel.towers.tower_call import TowerCall
 from weft.parallel.towers.tower_model import TowerModel

@@ -20,7 +20,7 @@ from weft.models.fp8.fp8_head import Fp8HeadProducts
 from weft.models.fp8.fp8_linear import AmaxHistory, Fp8Layer, Fp8Linear, Fp8Recipe
 from weft.models.lora import AdaptedLinear, Adapter
 from weft.models.transformer import Head
-from weft.parallel.tensor import ColumnLinear, RowLinear
+from weft.parallel.tensor_layers import ColumnLinear, RowLinear
 from weft.planner.model.fp8 import stays_bf16
 from weft.planner.plan import Plan
 

@@ -4,41 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
-from math import gcd
 
-from weft.hardware.catalog import Device, Network, find_network
+from weft.hardware.catalog import Device, find_network
 from weft.hardware.probe import probe
 from weft.job.compression import parse_compression
 from weft.job.errors import FitError, JobError
-from weft.job.schema import Experts, Job, Parallel
+from weft.job.schema import Job
 from weft.job.shapes import resolve
 from weft.planner.advice.expert_placement import with_copies
 from weft.planner.calibration import Calibration
-from weft.planner.describe import run_lengths
 from weft.planner.estimator import Estimator, make_estimator, run_memory
+from weft.planner.layout_settings import (
+    choose_chunks,
+    choose_context_parallel,
+    choose_microbatch,
+    choose_sequence_parallel,
+    choose_stages,
+    compiles,
+    pin_degrees,
+)
 from weft.planner.memory.disk_space import endurance_line
-from weft.planner.memory.layout_group import chunk_tokens, host_gib
-from weft.planner.memory.stage_blocks import split_blocks
 from weft.planner.memory.tiers import AUTO_OFFLOADS, LAST_RESORTS, OFFLOAD_REASONS, place_states, tier_settings
 from weft.planner.model.facts import cluster_facts
 from weft.planner.model.reference_rate import peak_flops
-from weft.planner.plan import AXES, Plan
+from weft.planner.plan import Plan
 from weft.planner.ranks import backend_of, device_for, device_memory, world_of
-from weft.planner.rules.arithmetic import divisors
 from weft.planner.rules.table import check
-from weft.planner.schedules.registry import SCHEDULES, check_schedule
+from weft.planner.schedules.registry import check_schedule
 from weft.planner.search.candidates import Layouts
 from weft.planner.search.choose import plan_space, search_layout
 from weft.planner.search.search import LayoutSearch, SearchResult
-from weft.planner.search.space import MAX_MICROBATCH_TOKENS
 from weft.planner.sync import default_layout
 from weft.planner.table_placement import with_tables
 from weft.planner.time.buckets import bucket_mb
-from weft.planner.time.context import choose_style, rings
 from weft.planner.time.traffic import communication_bytes
 from weft.planner.tower_costs import with_tower_costs
-from weft.planner.tower_layout import tower_rows
 
 
 def make_plan(job: Job, world: int | None = None, calibration: Calibration | None = None) -> tuple[Job, Plan]:
@@ -144,9 +144,9 @@ def _start_plan(job: Job, world: int | None = None, also: tuple[str, ...] = ()) 
     )  # fmt: skip
     plan = replace(plan, **tier_settings(job, plan, world, also))
     if job.parallel != "auto":
-        plan = _pin(job.parallel, plan, world, job.model.experts)
-        plan = _choose_sequence_parallel(job, plan, reasons)
-        plan = _choose_context_parallel(job, plan, device, reasons)
+        plan = pin_degrees(job.parallel, plan, world, job.model.experts)
+        plan = choose_sequence_parallel(job, plan, reasons)
+        plan = choose_context_parallel(job, plan, device, reasons)
         plan = with_copies(job, plan, cluster_facts(job, world, device, memory))
         check(job, plan)
     return PlanStart(job, device, world, memory, plan, tuple(reasons))
@@ -165,7 +165,7 @@ def pick_layout(
     if job.parallel == "auto":
         plan = replace(plan, dp_replicate=start.world)
     check(job, plan)
-    return _microbatch(job, plan), [], None
+    return choose_microbatch(job, plan), [], None
 
 
 def complete_plan(
@@ -174,10 +174,10 @@ def complete_plan(
     """The chosen layout with its stages, its reasons and its predicted memory, time and traffic."""
     job, reasons = start.job, [*start.reasons, *why]
     if job.parallel == "auto":
-        plan = _choose_context_parallel(job, plan, start.device, reasons)
-    plan = _chunking(job, plan, reasons)
+        plan = choose_context_parallel(job, plan, start.device, reasons)
+    plan = choose_chunks(job, plan, reasons)
     check(job, plan)
-    plan = _split_stages(job, replace(plan, compile=_compile(job, plan)), reasons)
+    plan = choose_stages(job, replace(plan, compile=compiles(job, plan)), reasons)
     if plan.pp > 1 and (problem := check_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)):
         raise JobError(problem)
     if job.comm.bucket_mb == "auto" and plan.dp_shard == 1 and plan.dp_replicate * plan.cp > 1:
@@ -237,163 +237,8 @@ def _relief(job: Job, plan: Plan, times_too_large: float) -> str:
     return f"{more}, or host memory for optimizer states with memory.offload=auto" if offloadable else more
 
 
-MICROBATCHES_OF_A_STAGE = 4
-"""Microbatches for each rank of a pipeline by default, of a custom module: idle time is then below a fifth."""
-
 OFFLOADABLE = 2.5
 """How many times too large states may be for offloading to help: what stays on the device is a quarter and more."""
-
-
-def _network(job: Job) -> Network:
-    return find_network("ib-ndr" if job.cluster.network == "auto" else job.cluster.network, job.cluster.catalog)
-
-
-def _pin(given: Parallel, plan: Plan, world: int, experts: Experts | None = None) -> Plan:
-    """The pinned degrees with -1 resolved; ep=-1 takes the most ranks that divide the experts."""
-    degrees = {axis: getattr(given, axis) for axis in AXES}
-    explicit_shard = "dp_shard" in given.model_fields_set
-    if degrees["dp_replicate"] == -1 and not explicit_shard:
-        degrees["dp_shard"] = 1
-    if given.towers and not {"dp_replicate", "dp_shard"} & given.model_fields_set:
-        degrees |= {"dp_replicate": -1, "dp_shard": 1}
-    rest = [axis for axis, degree in degrees.items() if degree == -1]
-    if len(rest) > 1:
-        raise JobError(f"parallel.{rest[0]} and parallel.{rest[1]} are both -1; only one axis can take the rest")
-    product = 1
-    for degree in degrees.values():
-        product *= max(1, degree)
-    words = " × ".join(f"{a} {d}" for a, d in degrees.items() if d > 1) or "1"
-    if rest:
-        if world % product:
-            near = [d for d in divisors(world) if d <= product]
-            raise JobError(
-                f"parallel asks for {words} = {product} ranks, which does not divide the {world} there are; "
-                f"a product of {near[-1]} would work, or {-(-world // product) * product} ranks (--nproc)"
-            )
-        degrees[rest[0]] = world // product
-    elif product != world:
-        raise JobError(
-            f"parallel asks for {words} = {product} ranks, but there are {world}; "
-            f"set one axis to -1 for the rest, or start {product} ranks (--nproc {product})"
-        )
-    over = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
-    ep = given.ep if given.ep != -1 else gcd(over, experts.count) if experts else 1
-    node = world // plan.nodes
-    hop = node if given.ep_exchange == "two-hop" and ep > node > 1 and ep % node == 0 else 1
-    plan = replace(
-        plan,
-        **degrees,
-        ep=ep,
-        ep_hop=hop,
-        ep_overlap=given.ep_overlap,
-        ep_rebalance=given.ep_rebalance,
-        zero=given.zero,
-        sequence=given.sequence,
-        schedule=given.schedule,
-        towers=tower_rows(given.towers, world),
-    )
-    if problem := check_schedule(given.schedule, plan.pp, 1, given.virtual_stages):
-        raise JobError(problem)
-    if plan.pp == 1:
-        return plan
-    return replace(plan, virtual_stages=given.virtual_stages or SCHEDULES[given.schedule].default_stages)
-
-
-def _compile(job: Job, plan: Plan) -> bool:
-    """By default on GPUs, for Weft's models and layouts without collectives inside a block."""
-    if job.train.compile != "auto":
-        return job.train.compile
-    if job.model.module and (not job.model.family or (job.model.batch_norm == "all" and plan.dp > 1)):
-        return False
-    if job.data.pads_batches:  # it would compile for each length
-        return False
-    return plan.device == "cuda" and not job.model.is_stack and plan.tp == plan.cp == 1
-
-
-def _choose_sequence_parallel(job: Job, plan: Plan, reasons: list[str]) -> Plan:
-    if plan.tp == 1 or job.model.is_stack:
-        return replace(plan, sequence=False)
-    if plan.sequence and plan.cp == 1 and job.data.seq_len % plan.tp:
-        reasons.append(
-            f"norms keep the whole sequence: data.seq_len {job.data.seq_len} does not divide by tp {plan.tp}"
-        )
-        return replace(plan, sequence=False)
-    return plan
-
-
-def _choose_context_parallel(job: Job, plan: Plan, device: Device, reasons: list[str]) -> Plan:
-    """The context-parallel style: pinned, or chosen from heads, links and sequence length."""
-    if plan.cp == 1 or not job.model.heads or not job.model.kv_heads:
-        return plan
-    heads, kv = max(1, job.model.heads // plan.tp), max(1, job.model.kv_heads // plan.tp)
-    style: str = job.parallel.cp_style if job.parallel != "auto" else plan.cp_style
-    if style == "auto":
-        in_node = max(1, plan.world // plan.nodes // plan.tp)
-        link = device.link_gb_s if plan.cp <= in_node else min(device.link_gb_s, _network(job).gb_s)
-        flops = (device.peak_tflops.get(plan.precision) or device.peak_tflops.get("fp32") or 1.0) * 1e12
-        width = 4 if plan.precision == "fp32" else 2
-        tokens = job.data.seq_len / plan.cp
-        style, group, why = choose_style(plan.cp, in_node, heads, kv, tokens, width, flops, link * 1e9)
-        reasons.append(f"cp by {style}: {why}")
-    else:
-        group = rings(style, plan.cp, heads, kv)[1]
-    return replace(plan, cp_style=style, cp_group=group, zigzag=bool(job.model.causal) and plan.cp > group)
-
-
-def _chunking(job: Job, plan: Plan, reasons: list[str]) -> Plan:
-    """Whether a block's linear layers run in chunks, and how much host memory is used."""
-    layouts = Layouts.one(plan)
-    chunk = int(chunk_tokens(job, layouts)[0])
-    if chunk and job.memory.chunk == "auto":
-        tokens = job.data.seq_len / plan.cp
-        reasons.append(f"blocks in chunks of {chunk} tokens: {tokens:.0f} on a rank make large activations")
-    host = float(host_gib(job, layouts)[0])
-    return replace(plan, chunk=chunk, host_gib=host if plan.offloads_activations else 0.0)
-
-
-def _split_stages(job: Job, plan: Plan, reasons: list[str]) -> Plan:
-    """Which blocks each stage has: the pinned split, or the one with the fastest slowest stage."""
-    if plan.pp == 1:
-        return plan
-    if job.model.module:  # its parts are known when it is built
-        return replace(plan, split=_pinned_parts(job, plan))
-    split = split_blocks(job, plan.pp * plan.virtual_stages, pairs=plan.tp > 1)
-    pinned = job.parallel.split if job.parallel != "auto" else None
-    if len({b - a for a, b in split}) > 1 and not pinned and not job.model.is_stack:
-        reasons.append(f"stages of {run_lengths([b - a for a, b in split])} blocks: embedding and head weigh too")
-    return replace(plan, split=split)
-
-
-def _pinned_parts(job: Job, plan: Plan) -> tuple[tuple[int, int], ...]:
-    """The parts of each stage as parallel.split pins them; empty if it does not."""
-    pinned = job.parallel.split if job.parallel != "auto" else None
-    stages = plan.pp * plan.virtual_stages
-    if pinned is None:
-        return ()
-    if len(pinned) != stages or min(pinned) < 1:
-        raise JobError(
-            f"parallel.split={pinned} must have {stages} numbers from 1 up: parallel.pp × parallel.virtual_stages "
-            "makes so many stages, and each has a part of the module"
-        )
-    return tuple(pairwise([0, *accumulate(pinned)]))
-
-
-def _microbatch(job: Job, plan: Plan) -> Plan:
-    """For a custom module: the pinned microbatch, else the largest up to MAX_MICROBATCH_TOKENS."""
-    share = job.train.global_batch // plan.dp
-    if job.train.microbatch != "auto":
-        return replace(plan, microbatch=job.train.microbatch, accumulation=share // job.train.microbatch)
-    pinned = job.parallel.microbatches if job.parallel != "auto" else "auto"
-    if (given := job.train.accumulation if pinned == "auto" else pinned) != "auto":
-        return replace(plan, microbatch=share // given, accumulation=given)
-    if job.model.loss == "contrastive":  # samples are compared within a microbatch
-        return replace(plan, microbatch=share, accumulation=1)
-    if plan.pp > 1:
-        filled = [d for d in divisors(share) if d >= MICROBATCHES_OF_A_STAGE * plan.pp]
-        return replace(plan, microbatch=share // min(filled, default=share), accumulation=min(filled, default=share))
-    length = 1 if job.model.tables else job.data.seq_len
-    size = max([d for d in divisors(share) if d * length <= MAX_MICROBATCH_TOKENS], default=1)
-    return replace(plan, microbatch=size, accumulation=share // size)
 
 
 def _predict(start: PlanStart, plan: Plan, estimator: Estimator | None) -> dict[str, float]:

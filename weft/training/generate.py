@@ -111,15 +111,24 @@ class _Text:
         return piece
 
 
-@torch.no_grad()
 def continue_texts(
     model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[str], tokens: int, sampling: Sampling, *,
     window: int, end_tokens: frozenset[int] = frozenset(),
 ) -> Iterator[tuple[int, str]]:  # fmt: skip
     """Continue several prompts together; each draws its own random numbers, so others do not change its text."""
+    encoded = [[int(t) for t in tokenizer.encode_prompt(prompt)] for prompt in prompts]
+    return continue_tokens(model, tokenizer, encoded, tokens, sampling, window=window, end_tokens=end_tokens)
+
+
+@torch.no_grad()
+def continue_tokens(
+    model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[list[int]], tokens: int, sampling: Sampling, *,
+    window: int, end_tokens: frozenset[int] = frozenset(),
+) -> Iterator[tuple[int, str]]:  # fmt: skip
+    """The same of prompts that are tokens."""
     texts = []
     for i, prompt in enumerate(prompts):
-        ids = [int(t) for t in tokenizer.encode_prompt(prompt)] or [tokenizer.eos]
+        ids = prompt or [tokenizer.eos]
         texts.append(_Text(ids, tokenizer.decode(ids), torch.Generator().manual_seed((sampling.seed + i) % 2**63)))
     with NextLogits(model, window) as next_logits:
         for count in range(1, tokens + 1):

@@ -85,6 +85,14 @@ class ConversationEncoder:
             tokens, mask = np.append(tokens, tokens.dtype.type(self.tokenizer.eos)), np.append(mask, np.uint8(last))
         return tokens, mask
 
+    def encode_prompt(self, messages: list[Message]) -> list[int]:
+        """The tokens of a conversation and of what the template writes before an answer."""
+        return self.tokens_of(self.template.render(messages, prompt=True))
+
+    def tokens_of(self, text: str) -> list[int]:
+        """The tokens of a text with its special tokens."""
+        return [int(token) for token in self._tokens(text)[0]]
+
     def _tokens(self, text: str) -> tuple[Tokens, NDArray[np.int64]]:
         """Tokens of a text with its special tokens, and the index of each token's first character."""
         if isinstance(self.tokenizer, ByteTokenizer):
