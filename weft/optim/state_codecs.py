@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.comm.shards import shard_of
 from weft.memory.split_master import HALF
 from weft.models.dropout import mix
-from weft.planner.engine_constants import CODED_ELEMENTS, MIN_CODED_COLUMNS, QUANTIZATION_BLOCK
+from weft.planner.engine_constants import CODED_ELEMENTS, MIN_CODED_COLUMNS, STATE_SCALE_BLOCK
 
 LEVELS = {"signed": 127, "unsigned": 255}
 POWERS = {"signed": 2, "unsigned": 4}
@@ -115,19 +115,19 @@ def _from_byte(stored: Tensor, values: Tensor) -> None:
 
 
 def _blocks(columns: int) -> int:
-    return -(-columns // QUANTIZATION_BLOCK)
+    return -(-columns // STATE_SCALE_BLOCK)
 
 
 def _largest(values: Tensor) -> Tensor:
     """The largest magnitude of each block of a row."""
     rows, columns = values.shape
-    padded = torch.nn.functional.pad(values.abs(), (0, _blocks(columns) * QUANTIZATION_BLOCK - columns))
-    return padded.view(rows, -1, QUANTIZATION_BLOCK).amax(2)
+    padded = torch.nn.functional.pad(values.abs(), (0, _blocks(columns) * STATE_SCALE_BLOCK - columns))
+    return padded.view(rows, -1, STATE_SCALE_BLOCK).amax(2)
 
 
 def _spread(scales: Tensor, columns: int) -> Tensor:
     """The scale of each element."""
-    return scales.repeat_interleave(QUANTIZATION_BLOCK, 1)[:, :columns]
+    return scales.repeat_interleave(STATE_SCALE_BLOCK, 1)[:, :columns]
 
 
 def _eight_bits(kind: str) -> StateCodec:

@@ -25,7 +25,7 @@ STREAM_SLOTS = 3
 """Pieces on the device at once, at least: one that arrives, one that is updated, one that leaves."""
 WEIGHT_UNITS = 2
 """Units on the device at once whose weights live in host memory: one that computes, and one that arrives."""
-QUANTIZATION_BLOCK = 128
+STATE_SCALE_BLOCK = 128
 """Elements of a row that share a scale in 8-bit states."""
 MIN_CODED_COLUMNS = 16
 """States of weights with shorter rows stay exact: scales would take the space that codes save."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from weft.job.optim import OPTIMIZERS, WeightShard
 from weft.job.schema import Job
-from weft.planner.engine_constants import GRADIENT_ALIGNMENT, MIN_CODED_COLUMNS, QUANTIZATION_BLOCK
+from weft.planner.engine_constants import GRADIENT_ALIGNMENT, MIN_CODED_COLUMNS, STATE_SCALE_BLOCK
 from weft.planner.memory.live_bytes import FP32_BYTES
 from weft.planner.model.facts import Size
 from weft.planner.model.parameters import unit_weights
@@ -33,7 +33,7 @@ def stored_bytes(states: str, numbers: Size, held: Size, shape: tuple[int, ...])
     if states == "exact" or len(shape) < 2 or shape[-1] < MIN_CODED_COLUMNS:
         return FP32_BYTES * numbers
     coded = np.floor(numbers / np.maximum(held, 1)) * held
-    scales = FP32_BYTES * -(-shape[-1] // QUANTIZATION_BLOCK) / shape[-1]
+    scales = FP32_BYTES * -(-shape[-1] // STATE_SCALE_BLOCK) / shape[-1]
     return FP32_BYTES * (numbers - coded) + (2 if states == "bf16" else 1 + scales) * coded
 
 
