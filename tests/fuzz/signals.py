@@ -27,6 +27,8 @@ from weft.watch.journal import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 400
+LAST_STEPS = 40
+"""A run that has fewer steps left when the signal is sent may end before it is handled."""
 END_S = 60.0
 """How long a run may take to end after the signal."""
 JOB: dict[str, Any] = {
@@ -45,6 +47,10 @@ def is_handled(pid: int, number: signal.Signals) -> bool:
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
+def _steps(run: RunDir) -> int:
+    return max((int(r["step"]) for r in read_metrics(run.metrics)), default=0)
+
+
 def send_one(
     folder: Path,
     ranks: int,
@@ -56,11 +62,13 @@ def send_one(
     """Start or continue the run in `folder`, send a signal after some seconds; returns what went wrong, or empty."""
     (folder / "job.yaml").write_text(yaml.safe_dump({**JOB, "parallel": {"dp_shard": ranks}}), encoding="utf-8")
     env = {**env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = RunDir(folder / "runs" / "job")
     with (folder / "output.txt").open("w+", encoding="utf-8") as output:
         command = [sys.executable, "-m", "weft", "train", "job.yaml"]
         process = popen(command, cwd=folder, env=env, stdout=output, stderr=output, start_new_session=True)
         time.sleep(after_s)
         before_python = not is_handled(process.pid, number)
+        steps_before = _steps(run)
         process.send_signal(number)
         try:
             code = process.wait(END_S)
@@ -71,12 +79,12 @@ def send_one(
         text = output.read()
     if "Traceback" in text:
         return f"traceback after {number.name}: {text[-2000:]}"
-    run = RunDir(folder / "runs" / "job")
     if before_python and code == -number:
         return ""
-    steps = max((int(r["step"]) for r in read_metrics(run.metrics)), default=0)
+    steps = _steps(run)
     if code == 0:
-        return "" if steps == STEPS else f"code 0 after {number.name} at step {steps}"
+        lost = steps < STEPS or steps_before < STEPS - LAST_STEPS
+        return f"code 0 after {number.name} at step {steps_before}, {steps} steps" if lost else ""
     if code != int(STOP_CODES[number]):
         return f"code {code} after {number.name}: {text[-500:]}"
     saved = newest_good(run.checkpoints)

@@ -59,8 +59,8 @@ def train(job: Job, folder: str, faults: list[Fault], skipped: list[int]) -> tup
         due = [f for f in left if f[0] == session.state.step + 1 and f[1] not in LATER]
         here = [kind for _, kind, rank in due if rank in (-1, session.mesh.rank)]
         factor = math.prod(LOSS.get(kind, 1.0) for kind in here)
-        session.stepper.loss_of = lambda smoothing: (  # type: ignore[method-assign]
-            lambda *args, **more: loss_of(smoothing)(*args, **more) * factor
+        session.stepper.loss_of = lambda *given: (  # type: ignore[method-assign]
+            lambda *args, **more: loss_of(*given)(*args, **more) * factor
         )
         grads = gradients(batches)
         for fault in due:

@@ -230,7 +230,7 @@ def test_pods_train_and_a_deleted_one_resumes(tmp_path: Path, monkeypatch: pytes
     job = {
         "name": "run", "model": {"shape": "tiny"}, "data": {"source": "synthetic", "seq_len": 16, "record_ids": True},
         "train": {"steps": 30, "global_batch": 4, "eval_every": 0}, "checkpoint": {"every": 0},
-        "resilience": {"rebalance": False, "spares": 0}, "watch": {"every": 1},
+        "resilience": {"rebalance": False, "spares": 0, "node_lost_s": 60}, "watch": {"every": 1},
         "cluster": {
             "device": "cpu", "nodes": 2, "devices_per_node": 1, "image": "weft:cpu", "volumes": [f"runs:{tmp_path}"],
             "python": sys.executable, "interface": "lo",

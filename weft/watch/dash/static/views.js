@@ -67,10 +67,11 @@ export async function logs(name) {
 
 export async function readLog(poll = false) {
   if (!log.pre || (poll && (!log.follow || !log.pre.isConnected))) return;
-  const { file, search, pre } = log;
-  const found = await ofRun(log.run, "logs", { file, search, from: log.next });
-  if (file !== log.file || search !== log.search || pre !== log.pre) return;
-  if (log.next === null && found.truncated) pre.append(h("div", { class: "small" }, "… earlier lines are left out"));
+  const { file, search, pre, next } = log;
+  const found = await ofRun(log.run, "logs", { file, search, from: next });
+  // another answer may have come first, with the same lines
+  if (file !== log.file || search !== log.search || pre !== log.pre || next !== log.next) return;
+  if (next === null && found.truncated) pre.append(h("div", { class: "small" }, "… earlier lines are left out"));
   log.next = found.next;
   if (!found.lines.length && !pre.childNodes.length) { if (search) pre.append(h("div", { class: "small" }, "no line has this text")); return; }
   for (const line of found.lines) pre.append(h("div", { class: /\b(ERROR|CRITICAL|Traceback)\b/.test(line) ? "e" : /\bWARNING\b/.test(line) ? "w" : "" }, ...highlight(line, search)));
