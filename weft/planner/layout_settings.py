@@ -13,7 +13,7 @@ from weft.planner.describe import run_lengths
 from weft.planner.memory.layout_group import chunk_tokens, host_gib
 from weft.planner.memory.stage_blocks import split_blocks
 from weft.planner.plan import AXES, Plan
-from weft.planner.rules.arithmetic import divisors
+from weft.planner.rules.arithmetic import asked_ranks, divisors
 from weft.planner.schedules.registry import SCHEDULES, check_schedule
 from weft.planner.search.candidates import Layouts
 from weft.planner.search.space import MAX_MICROBATCH_TOKENS
@@ -39,10 +39,7 @@ def pin_degrees(given: Parallel, plan: Plan, world: int, experts: Experts | None
     rest = [axis for axis, degree in degrees.items() if degree == -1]
     if len(rest) > 1:
         raise JobError(f"parallel.{rest[0]} and parallel.{rest[1]} are both -1; only one axis can take the rest")
-    product = 1
-    for degree in degrees.values():
-        product *= max(1, degree)
-    words = " × ".join(f"{a} {d}" for a, d in degrees.items() if d > 1) or "1"
+    product, words = asked_ranks(degrees)
     if rest:
         if world % product:
             near = [d for d in divisors(world) if d <= product]

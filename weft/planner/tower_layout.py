@@ -6,7 +6,7 @@ from typing import Any
 
 from weft.job.errors import JobError
 from weft.job.parallel import TowerLayout
-from weft.planner.rules.arithmetic import divisors
+from weft.planner.rules.arithmetic import asked_ranks, divisors
 
 
 def tower_rows(towers: dict[str, TowerLayout], world: int) -> tuple[dict[str, Any], ...]:
@@ -27,10 +27,7 @@ def _row(name: str, layout: TowerLayout, world: int) -> dict[str, Any]:
     rest = [axis for axis, degree in degrees.items() if degree == -1]
     if len(rest) > 1:
         raise JobError(f"parallel.towers.{name}: {rest[0]} and {rest[1]} are both -1; only one can take the rest")
-    product = 1
-    for degree in degrees.values():
-        product *= max(1, degree)
-    words = " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "1"
+    product, words = asked_ranks(degrees)
     if count % product or (not rest and product != count):
         fit = [d for d in divisors(count) if d <= product]
         raise JobError(

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from weft.job.schema import Job
-from weft.planner.memory.layout_group import SPLITS, LayoutGroup, Rank, chunk_tokens, microbatches_by_schedule
+from weft.planner.memory.layout_group import SPLITS, LayoutGroup, chunk_tokens, microbatches_by_schedule
+from weft.planner.memory.layout_ranks import Rank
 from weft.planner.memory.peak_walk import PARTS
 from weft.planner.memory.stage_blocks import BlockCounts, StageBlocks
 from weft.planner.memory.states import UnitSizes, unit_sizes

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from math import isqrt
+from collections.abc import Mapping
+from math import isqrt, prod
 
 
 def divisors(n: int) -> list[int]:
@@ -20,3 +21,9 @@ def either(options: list[int]) -> str:
     """`1, 2 or 4`."""
     words = [str(o) for o in options]
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
+
+
+def asked_ranks(degrees: Mapping[str, int]) -> tuple[int, str]:
+    """The product of degrees, of which -1 takes the rest, and its text: `tp 2 × cp 4`."""
+    text = " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "1"
+    return prod(max(1, degree) for degree in degrees.values()), text

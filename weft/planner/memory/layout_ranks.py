@@ -1,0 +1,81 @@
+"""Ranks of several layouts at once, and the sizes that these have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from weft.planner.engine_constants import WEIGHT_UNITS
+from weft.planner.memory.stage_blocks import V_SHAPED, BlockCounts
+from weft.planner.model.facts import Size
+from weft.planner.schedules.registry import SCHEDULE_NAMES
+from weft.planner.search.candidates import Layouts
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of each of some layouts."""
+
+    layouts: Layouts
+    at: Size
+    """Its place in the pipeline."""
+    counts: BlockCounts
+    position: Size
+    """Its column in the table of unit sizes."""
+    in_flight: Size
+    pending: Size
+    losses_wait: Size
+
+    @property
+    def steady(self) -> Size:
+        """Where forward passes go on after the first backward pass of the rank's first stage: there are more
+        microbatches than that stage holds."""
+        pp, stages = self.layouts.pp, self.layouts.virtual_stages
+        held = self.in_flight * stages
+        later = np.where(V_SHAPED[self.layouts.schedule], self.at + 1, np.minimum(held - pp, (stages - 1) * pp))
+        return (pp > 1) & (self.layouts.accumulation > held - np.where(stages > 1, later, 0)) & ~self.alone
+
+    @property
+    def alone(self) -> Size:
+        """Where no other microbatch is held in backward passes with all gradients: on the last of two ranks of zbv."""
+        return (self.layouts.pp == 2) & (self.at == 1) & (self.layouts.schedule == SCHEDULE_NAMES.index("zbv"))
+
+    def take(self, chosen: Any) -> Rank:
+        """The same for some of the layouts."""
+        return Rank(
+            self.layouts.take(chosen), self.at[chosen], BlockCounts(*(c[chosen] for c in self.counts)),
+            self.position[chosen], self.in_flight[chosen], self.pending[chosen], self.losses_wait[chosen],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """Bytes of the weights of a rank's blocks."""
+
+    total: Size
+    largest: Size
+    """Of one block."""
+
+    def freed(self, share: float) -> Size:
+        """Device memory that is free where a share of them lives in host memory: two blocks are on the device."""
+        away = share * self.total
+        return away - np.minimum(away, WEIGHT_UNITS * self.largest)
+
+
+@dataclass(frozen=True)
+class SharedTables:
+    """States and passes that many layouts of a group have in common."""
+
+    states: dict[str, Size]
+    ways: Size
+    """For each layout its entry in `states`."""
+    passes: Any
+    columns: Size
+    """For each layout its column in `passes`."""
+
+    def states_of(self, chosen: slice) -> dict[str, Size]:
+        """The states of some of the layouts."""
+        ways = self.ways[chosen]
+        return {name: size.take(ways) for name, size in self.states.items()}
