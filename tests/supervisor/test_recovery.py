@@ -53,8 +53,6 @@ def test_run_with_faults_is_bit_identical(tmp_path: Path, monkeypatch: pytest.Mo
     write_job(tmp_path, **JOB)
     assert weft(tmp_path, "train", "job.yaml", "name=calm", "--no-resilient").code == 0
     orders = tmp_path / "orders.json"
-    order = {"id": 1, "kind": "sleep", "rank": 1, "step": 33, "phase": "backward", "moment": 0.5}
-    orders.write_text(json.dumps([order]), encoding="utf-8")
     monkeypatch.setitem(command.ENV, "WEFT_FAULTS", str(orders))
     monkeypatch.setitem(command.ENV, "WEFT_RANK_MODULE", "weft.chaos.faulty_rank")
     run = run_of(tmp_path, "hit")
@@ -64,7 +62,12 @@ def test_run_with_faults_is_bit_identical(tmp_path: Path, monkeypatch: pytest.Mo
     moments = [(3, 1, signal.SIGKILL), (8, 0, signal.SIGKILL), (13, None, signal.SIGKILL), (18, 1, signal.SIGSTOP)]
     for step, rank, number in moments:
         started.wait_for(lambda: training(board, step))  # noqa: B023
+        before = board["attempt"], board["supervisor"]
         os.kill(board["supervisor"] if rank is None else ranks_of(board)[rank].pid, number)
+        started.wait_for(lambda: (board["attempt"], board["supervisor"]) != before)  # noqa: B023
+    order = {"id": 1, "kind": "sleep", "rank": 1, "step": 26, "phase": "backward", "moment": 0.5}
+    (tmp_path / "order.json").write_text(json.dumps([order]), encoding="utf-8")
+    (tmp_path / "order.json").rename(orders)  # at once, as ranks read it before each step
     result = started.end()
     assert result.code == 0, result.err
     faults = [e for e in read_jsonl(run.events) if e["event"] == "fault"]
