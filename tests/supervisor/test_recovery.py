@@ -20,13 +20,13 @@ from weft.supervisor.process_manager import pointer_path
 from weft.supervisor.status_board import Record, StatusBoard
 from weft.watch.journal import read_jsonl
 
-STEPS = 40
+STEPS = 65
 JOB: dict[str, Any] = {
     "model": {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 32, "dropout": 0.1, "tied": True},
     "data": {"seq_len": 16, "record_ids": True},
-    "train": {"steps": STEPS, "global_batch": 8, "microbatch": 2, "eval_every": 15, "eval_batches": 1, "ema": 0.9},
+    "train": {"steps": STEPS, "global_batch": 8, "microbatch": 2, "eval_every": 25, "eval_batches": 1, "ema": 0.9},
     "optim": {"lr": 3e-3, "eps": 1e-6},
-    "checkpoint": {"every": 10},
+    "checkpoint": {"every": 15},
     "parallel": {"dp_shard": 2, "zero": 2},
     "cluster": {"device": "cpu"},
     "resilience": {"rebalance": False},  # which is the same run within rounding only
@@ -53,21 +53,18 @@ def test_run_with_faults_is_bit_identical(tmp_path: Path, monkeypatch: pytest.Mo
     write_job(tmp_path, **JOB)
     assert weft(tmp_path, "train", "job.yaml", "name=calm", "--no-resilient").code == 0
     orders = tmp_path / "orders.json"
+    order = {"id": 1, "kind": "sleep", "rank": 1, "step": 50, "phase": "backward", "moment": 0.5}
+    orders.write_text(json.dumps([order]), encoding="utf-8")
     monkeypatch.setitem(command.ENV, "WEFT_FAULTS", str(orders))
     monkeypatch.setitem(command.ENV, "WEFT_RANK_MODULE", "weft.chaos.faulty_rank")
     run = run_of(tmp_path, "hit")
     started = Started(tmp_path, "train", "job.yaml", "name=hit")
     started.wait_for(lambda: step_of(run) >= 1)
     board = board_of(run)
-    moments = [(3, 1, signal.SIGKILL), (8, 0, signal.SIGKILL), (13, None, signal.SIGKILL), (18, 1, signal.SIGSTOP)]
+    moments = [(6, 1, signal.SIGKILL), (17, 0, signal.SIGKILL), (28, None, signal.SIGKILL), (39, 1, signal.SIGSTOP)]
     for step, rank, number in moments:
         started.wait_for(lambda: training(board, step))  # noqa: B023
-        before = board["attempt"], board["supervisor"]
         os.kill(board["supervisor"] if rank is None else ranks_of(board)[rank].pid, number)
-        started.wait_for(lambda: (board["attempt"], board["supervisor"]) != before)  # noqa: B023
-    order = {"id": 1, "kind": "sleep", "rank": 1, "step": 26, "phase": "backward", "moment": 0.5}
-    (tmp_path / "order.json").write_text(json.dumps([order]), encoding="utf-8")
-    (tmp_path / "order.json").rename(orders)  # at once, as ranks read it before each step
     result = started.end()
     assert result.code == 0, result.err
     faults = [e for e in read_jsonl(run.events) if e["event"] == "fault"]
@@ -99,11 +96,11 @@ def _assert_same(folder: Path, name: str, other: str) -> None:
 
 
 def test_single_rank_survives_a_kill(tmp_path: Path) -> None:
-    write_job(tmp_path, **{**JOB, "parallel": {"dp_shard": 1}, "train": {**JOB["train"], "steps": 25}})
+    write_job(tmp_path, **{**JOB, "parallel": {"dp_shard": 1}, "train": {**JOB["train"], "steps": 40}})
     assert weft(tmp_path, "train", "job.yaml", "name=calm", "--no-resilient").code == 0
     run = run_of(tmp_path, "hit")
     started = Started(tmp_path, "train", "job.yaml", "name=hit")
-    started.wait_for(lambda: step_of(run) >= 3)
+    started.wait_for(lambda: step_of(run) >= 10)
     board = board_of(run)
     os.kill(ranks_of(board)[0].pid, signal.SIGKILL)
     result = started.end()
