@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.chaos.accounting import InjectedFault, outcome
 from weft.chaos.disk import Disk, damage
-from weft.chaos.faults import KINDS, Fault, order_of, reports_fault
+from weft.chaos.faults import KINDS, Fault, hold_path, order_of, reports_fault
 from weft.chaos.observed_run import ObservedRun
 from weft.chaos.virtual_hosts import VirtualHosts
 from weft.checkpoint.format import list_checkpoints
@@ -68,9 +68,11 @@ class FaultInjector:
         self.run.start()
         try:
             for fault in faults:
+                self._hold(fault)
                 if self._wait_for_step(fault) is not None:
                     break
                 self._strike(fault)
+                self._release()
                 self._wait_until_resumed()
                 if self.code is not None:
                     break
@@ -110,6 +112,16 @@ class FaultInjector:
             return self._wait(lambda: time.monotonic() >= due and self.run.step > 1)
         return self._wait(lambda: self.run.step >= fault.step)
 
+    def _hold(self, fault: Fault) -> None:
+        """Let ranks wait soon after `fault.latest`: a short run would end while this process gets no CPU."""
+        if not self.asked.every_s:
+            temporary = self.orders.with_suffix(".tmp")
+            temporary.write_text(str(fault.latest + 2))  # a step is committed when the next one is taken
+            temporary.replace(hold_path(self.orders))
+
+    def _release(self) -> None:
+        hold_path(self.orders).unlink(missing_ok=True)
+
     def _strike(self, fault: Fault) -> None:
         way = KINDS[fault.kind].way
         if way == "inside":
@@ -121,6 +133,7 @@ class FaultInjector:
         when = time.time() if at is None else at
         phase = phase or "any"
         self.injected.append(InjectedFault(fault.kind, fault.rank, phase, self.run.step, when))
+        self._release()
         whom = "" if fault.rank is None else f" rank {fault.rank}"
         self.log(f"step {self.run.step}: {fault.kind}{whom} ({phase})")
 
@@ -138,6 +151,7 @@ class FaultInjector:
 
     def resume_all(self) -> None:
         """Clean up: resume stopped processes and free the disk."""
+        self._release()
         self._resume_stopped()
         self.disk.free()
 
@@ -196,6 +210,7 @@ class FaultInjector:
         return any([_send(p.pid, number) for p in self.run.processes.values() if p.poll() is None])
 
     def _corrupt(self, fault: Fault) -> None:
+        self._release()
         if not self._signal_all(signal.SIGTERM):
             return
         code = self.run.wait_for(lambda: False, self.asked.timeout_s)
@@ -281,6 +296,7 @@ class FaultInjector:
         temporary = self.orders.with_suffix(".tmp")
         temporary.write_text(json.dumps(self.given))
         temporary.replace(self.orders)
+        self._release()
         pattern = f"{self.orders.stem}-{fault.number}-rank-*.injected"
         if self._wait(lambda: any(p.stat().st_size for p in self.orders.parent.glob(pattern))) is not None:
             return
