@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +61,18 @@ class FaultInjector:
         self.injected: list[InjectedFault] = []
         self.given: list[dict[str, Any]] = []
         self.stopped: list[int] = []
+        self.following: Fault | None = None
         self.why: str | None = None
         self.code: int | None = None
 
     def execute(self, faults: Iterator[Fault]) -> None:
         """Run from the first start to the end."""
+        first = next(faults)
+        self._hold(first)
         self.run.start()
         try:
-            for fault in faults:
+            for fault, self.following in pairwise(chain([first], faults, [None])):
+                assert fault is not None
                 self._hold(fault)
                 if self._wait_for_step(fault) is not None:
                     break
@@ -112,15 +117,18 @@ class FaultInjector:
             return self._wait(lambda: time.monotonic() >= due and self.run.step > 1)
         return self._wait(lambda: self.run.step >= fault.step)
 
-    def _hold(self, fault: Fault) -> None:
+    def _hold(self, fault: Fault | None) -> None:
         """Let ranks wait soon after `fault.latest`: a short run would end while this process gets no CPU."""
-        if not self.asked.every_s:
+        if fault is None or self.asked.every_s:
+            hold_path(self.orders).unlink(missing_ok=True)
+        else:
             temporary = self.orders.with_suffix(".tmp")
             temporary.write_text(str(fault.latest + 2))  # a step is committed when the next one is taken
             temporary.replace(hold_path(self.orders))
 
     def _release(self) -> None:
-        hold_path(self.orders).unlink(missing_ok=True)
+        """Let ranks continue up to the next fault."""
+        self._hold(self.following)
 
     def _strike(self, fault: Fault) -> None:
         way = KINDS[fault.kind].way
@@ -151,7 +159,7 @@ class FaultInjector:
 
     def resume_all(self) -> None:
         """Clean up: resume stopped processes and free the disk."""
-        self._release()
+        self._hold(None)
         self._resume_stopped()
         self.disk.free()
 
