@@ -86,10 +86,10 @@ def _open_streamed(job: Job) -> StreamedDataset:
             "write data.format=text, chat or instruction"
         )
     _check_vocab(job, tokenizer.vocab)
+    vocab, eos = tokenizer.vocab, tokenizer.eos
     return StreamedDataset(
-        data, data.format,
-        lambda tokens, docs, mask: _token_samples(data, tokens, docs, mask, data.source, tokenizer.vocab, tokenizer.eos),
-    )  # fmt: skip
+        data, data.format, lambda tokens, docs, mask: _token_samples(data, tokens, docs, mask, data.source, vocab, eos)
+    )
 
 
 def _open_mixture(job: Job, order: SampleOrder) -> Dataset:

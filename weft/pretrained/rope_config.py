@@ -47,6 +47,8 @@ class Rope:
     kinds: tuple[str, ...] = tuple(_KEYS)
     scaling: Mapping[str, Any] = field(default_factory=dict)
     """Scaling of a config that has none of the keys."""
+    original_len: int | None = None
+    """original_max_position_embeddings of a config without the key."""
 
     def read(self, config: Config) -> Fields:
         parameters = config.take("rope_parameters") or {}
@@ -57,7 +59,7 @@ class Rope:
                 raise config.wrong(key, found, "an object")
         theta = parameters.get("rope_theta", scaling.get("rope_theta", old_theta))
         share = parameters.get("partial_rotary_factor", scaling.get("partial_rotary_factor", old_share))
-        out: Fields = {"positions": "rope", "rope_theta": theta, **read_scaling(config, scaling)}
+        out: Fields = {"positions": "rope", "rope_theta": theta, **read_scaling(config, scaling, self.original_len)}
         if type(share) not in (int, float) or not 0 < share <= 1:
             raise config.wrong(self.share_key, share, "a share above 0 and up to 1")
         if share != 1 and not self.partial:
@@ -83,8 +85,9 @@ class Rope:
         return out | {"rope_parameters": parameters}
 
 
-def read_scaling(config: Config, found: Mapping[str, Any]) -> Fields:
-    """model.rope_scaling from rope_scaling or rope_parameters; nothing where positions are not scaled."""
+def read_scaling(config: Config, found: Mapping[str, Any], original_len: int | None = None) -> Fields:
+    """model.rope_scaling from rope_scaling or rope_parameters; nothing where positions are not scaled. `original_len`
+    is that of configs which have no original_max_position_embeddings, whatever their scaling says."""
     kind = found.get("rope_type") or found.get("type") or "default"
     kind = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     if kind not in _KEYS:
@@ -98,8 +101,9 @@ def read_scaling(config: Config, found: Mapping[str, Any]) -> Fields:
         return {}
     fields = {name: found[key] for key, name in known.items() if found.get(key) is not None}
     longest = config.take(_LENGTHS)
-    if "original_len" in known.values() and "original_len" not in fields:
-        fields["original_len"] = config.take("original_max_position_embeddings", longest)
+    if "original_len" in known.values():  # outside of the scaling it has priority, as in transformers
+        outer = config.take("original_max_position_embeddings", original_len)
+        fields["original_len"] = outer or fields.get("original_len") or longest
     if "factor" not in fields and longest and fields.get("original_len"):
         fields["factor"] = max(1.0, longest / fields["original_len"])
     scales = [found.get(key) or 0 for key in _MSCALES]
