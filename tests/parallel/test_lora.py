@@ -26,4 +26,6 @@ LORA: dict[str, Any] = {"lora": {"rank": 3, "alpha": 6, "dropout": 0.1}}
 def test_every_layout_trains_the_same_adapters(
     pool: RankPool, precision: str, model: dict[str, Any], layouts: list[str]
 ) -> None:
-    check(pool, make_job(f"precision={precision}", model=LORA | model), layouts)
+    # B starts at zero: with Adam, rounding of its first gradients in bf16 decides the signs of whole updates
+    plain = {"name": "sgd", "momentum": 0.0, "lr": 0.1} if precision == "bf16" else {}
+    check(pool, make_job(f"precision={precision}", model=LORA | model, optim=plain), layouts)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.data.formats.hub_cache import HUB_NAME, cached_snapshot, hub_cache
 from weft.job.errors import JobError
-from weft.job.hub_cache import HUB_NAME, cached_snapshot, hub_cache
 from weft.job.load import recipes
 
 CONFIG, GENERATION_CONFIG, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"

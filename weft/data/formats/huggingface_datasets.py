@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
+from weft.data.formats.hub_cache import cached_snapshot, hf_home, hub_cache
 from weft.data.formats.record_files import RECORD_FORMATS, record_format
 from weft.job.errors import JobError
-from weft.job.hub_cache import cached_snapshot, hf_home, hub_cache
 
 SPLITS_FILE, STATE_FILE, INFO_FILE, CARD = "dataset_dict.json", "state.json", "dataset_info.json", "README.md"
 MAX_STATE_BYTES = 1 << 24
