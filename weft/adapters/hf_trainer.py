@@ -26,8 +26,8 @@ HANDLED = (
     "adam_*", "bf16", "data_seed", "dataloader_drop_last", "disable_tqdm", "eval_steps", "eval_strategy", "fp16",
     "gradient_accumulation_steps", "gradient_checkpointing", "learning_rate", "logging_steps", "logging_strategy",
     "lr_scheduler_kwargs*", "lr_scheduler_type", "max_grad_norm", "max_steps", "num_train_epochs", "optim",
-    "output_dir", "per_device_eval_batch_size", "per_device_train_batch_size", "save_steps", "save_strategy", "seed", "use_cpu",
-    "warmup_*", "weight_decay",
+    "output_dir", "per_device_eval_batch_size", "per_device_train_batch_size", "save_steps", "save_strategy", "seed",
+    "use_cpu", "warmup_*", "weight_decay",
 )  # fmt: skip
 """Fields that WeftTrainer uses, whatever a job can hold."""
 WITHOUT_EFFECT = ("ddp_timeout", "eval_delay", "log_level*", "no_cuda", "optim_args", "run_name", "save_total_limit")
