@@ -90,7 +90,9 @@ class Estimator:
         fetched = layouts.accumulation * fetched_weights(job, plan, layouts)
         if plan.gradient_home == "host":  # fetched for the update, and for every sum but the first
             moved["host"] = moved["host"] + counts.total * np.where(layouts.accumulation > 1, 4.0, 2.0)
-        forward = made.step_time_s / passes if plan.lazy_update else 0.0 * made.step_time_s
+        share = (passes - 1) / passes if plan.gradient_home == "released" else 1 / passes
+        """Of the step, the passes in which weights are updated."""
+        forward = made.step_time_s * (share if plan.lazy_update else 0.0)
         links = Links.of(load_measured(plan.device_name), plan.device)
         seconds = streamed_step_s(
             made.step_time_s, forward, moved["host"], moved["disk"], plan.stream_gib * GIB, links, fetched

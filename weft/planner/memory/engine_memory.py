@@ -96,7 +96,7 @@ class EngineMemory:
         return float(np.max(found.total)), float(np.max(found.largest))
 
     def block_gradients(self, layouts: Layouts, place: Place) -> float:
-        """Bytes of the gradients of one rank that live in host memory."""
+        """Bytes of the gradients of one rank that are not kept on the device."""
         group = self._one(layouts, place)
         return float(np.max(group.block_gradients(group.held())))
 

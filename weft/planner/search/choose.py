@@ -22,6 +22,8 @@ def plan_space(job: Job, plan: Plan, world: int, trainable: bool) -> Space:
     space = job_space(job, world, plan.precision)
     if trainable:
         space = _trainable(space, job, plan)
+    if plan.gradient_home == "released" and space.accumulation is None:
+        space = space.restricted(accumulation=1)
     if job.parallel != "auto":
         return _pinned(space, job, plan)
     return _on_cpus(space) if plan.device == "cpu" else space
