@@ -31,8 +31,7 @@ def values_of(name: str, shape: tuple[int, ...] = SHAPE) -> torch.Tensor:
 
 def encoded(codec: StateCodec, values: torch.Tensor, step: int | None = None) -> torch.Tensor:
     stored = torch.zeros(codec.stored_shape(tuple(values.shape)), dtype=codec.dtype)
-    draw = None if step is None else rounding_of(0, step, "w", "m", values, 0, len(values)).draw
-    codec.encode(values, stored, draw)
+    codec.encode(values, stored, None if step is None else rounding_of(0, step, "w", "m", values, 0, len(values)))
     return stored
 
 
@@ -59,7 +58,7 @@ def test_master_weights_of_24_bits() -> None:
     round_to_24_bits_(rounded, None)
     assert ((rounded - master).abs() <= master.abs() * 2**-16).all()
     again = rounded.clone()
-    round_to_24_bits_(again, rounding_of(0, 1, "w", "low", master, 0, len(master)).draw)
+    round_to_24_bits_(again, rounding_of(0, 1, "w", "low", master, 0, len(master)))
     assert torch.equal(rounded, again), "what has 24 bits is not changed"
 
 

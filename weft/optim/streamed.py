@@ -29,7 +29,7 @@ from weft.optim.backward_updates import PendingUpdate, UnitsInBackward
 from weft.optim.build_optimizers import Optimizers, Params
 from weft.optim.ema import Ema
 from weft.optim.pieces import Home, Piece, PlacedState, WeightSlice, cut_pieces
-from weft.optim.state_codecs import Draw, round_to_24_bits_, rounding_of
+from weft.optim.state_codecs import Rounding, round_to_24_bits_, rounding_of
 from weft.optim.state_homes import StateHomes
 from weft.optim.state_stream import KINDS, StateStream
 from weft.optim.weight_homes import WeightHomes
@@ -211,18 +211,18 @@ class StreamedOptimizers(Optimizers):
         return found
 
     def _encode(self, opt: Optimizers, state: PlacedState, step: int) -> None:
-        draw = self._draw(state.part, state.kind, step)
+        rounding = self._rounding(state.part, state.kind, step)
         if state.kind == "low":
             master = opt.master_value(state.key)
-            round_to_24_bits_(master, draw)
+            round_to_24_bits_(master, rounding)
             split_(master, opt.compute_params[state.key].detach(), opt.low_halves[state.key])
-        state.encode(draw)
+        state.encode(rounding)
 
-    def _draw(self, part: WeightSlice, kind: str, step: int) -> Draw:
+    def _rounding(self, part: WeightSlice, kind: str, step: int) -> Rounding:
         """Random numbers for the elements of a state."""
         weight = self.master_params[part.name]
         rows = len(local_of(weight)) if part.end is None else part.end - part.first
-        return rounding_of(self.tiering.seed, step, part.name, kind, weight, part.first, rows).draw
+        return rounding_of(self.tiering.seed, step, part.name, kind, weight, part.first, rows)
 
     def settle(self) -> None:
         """Apply what is left of the last step, and wait until all states are at home."""
