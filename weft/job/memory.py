@@ -43,7 +43,8 @@ class Memory(Section):
     disk: str | None = None
     """Folder for states that do not fit into host memory, on a local NVMe disk. Left out: nothing is kept on disk."""
     homes: dict[
-        Literal["moments", "master", "averages", "weights", "gradients"], Home | Literal["released"] | dict[Home, float]
+        Literal["moments", "master", "averages", "weights", "gradients"],
+        Literal["device", "host", "disk", "released"] | dict[Home, float],
     ] = Field(default_factory=dict)
     """Where states of a kind live, instead of what the planner chooses: {moments: host}, or shares such as
     {moments: {host: 0.5, disk: 0.25}}, the rest on the device. master are the low halves of split master weights.

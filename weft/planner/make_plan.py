@@ -24,7 +24,15 @@ from weft.planner.layout_settings import (
     pin_degrees,
 )
 from weft.planner.memory.disk_space import endurance_line
-from weft.planner.memory.tiers import AUTO_OFFLOADS, OFFLOAD_REASONS, last_resorts, may_fit, place_states, tier_settings
+from weft.planner.memory.tiers import (
+    OFFLOAD_REASONS,
+    RESIDENT,
+    auto_offloads,
+    last_resorts,
+    may_fit,
+    place_states,
+    tier_settings,
+)
 from weft.planner.model.facts import cluster_facts
 from weft.planner.model.reference_rate import peak_flops
 from weft.planner.plan import Plan
@@ -96,15 +104,16 @@ def _start_offloaded(job: Job, world: int | None) -> PlanStart:
     if job.memory.offload != "auto":
         start = _start_plan(job, world)
         return start if job.memory.offload != "all" else _last_resort(start, ("all",))
-    for number, changed in enumerate(AUTO_OFFLOADS):
+    options = auto_offloads(job)
+    for number, changed in enumerate(options):
         start = _start_plan(job.model_copy(update={"memory": job.memory.model_copy(update=changed)}), world)
-        last = number == len(AUTO_OFFLOADS) - 1
+        last = number == len(options) - 1
         if start.job.model.module or last or _fits(start):
             break
     why = OFFLOAD_REASONS.get(start.plan.offload, "master weights are split: they would not fit otherwise")
-    reasons = (*start.reasons, why) if number else start.reasons
+    reasons = start.reasons if changed is RESIDENT else (*start.reasons, why)
     start = replace(start, spare=True, reasons=reasons)
-    return _last_resort(start, ("all", "states")) if number == len(AUTO_OFFLOADS) - 1 else start
+    return _last_resort(start, ("all", "states")) if last else start
 
 
 def _last_resort(start: PlanStart, offloads: tuple[str, ...]) -> PlanStart:

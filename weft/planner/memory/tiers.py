@@ -19,10 +19,21 @@ from weft.planner.model.facts import Size
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts
 
+RESIDENT: dict[str, Any] = {
+    "offload": "none", "offload_fraction": "auto", "disk": None, "disk_gib": None, "disk_tbw": None,
+}  # fmt: skip
+"""Settings of memory with which all states are on the device."""
 AUTO_OFFLOADS: tuple[dict[str, Any], ...] = (
-    {"offload": "none"}, {"offload": "none", "split_master": True}, {"offload": "states"}, {"offload": "all"},
+    RESIDENT, {**RESIDENT, "split_master": True}, {"offload": "states"}, {"offload": "all"},
 )  # fmt: skip
 """What memory.offload=auto tries, by the time that it costs. The first that fits is taken."""
+
+
+def auto_offloads(job: Job) -> tuple[dict[str, Any], ...]:
+    """Those of AUTO_OFFLOADS that a job can use: homes that it pins need states that can leave the device."""
+    return AUTO_OFFLOADS[2:] if job.memory.homes else AUTO_OFFLOADS
+
+
 LAST_RESORTS: dict[tuple[str, ...], str] = {
     ("weights",): "weights of blocks live in host memory as far as they do not fit",
     ("gradients",): "gradients of blocks live in host memory: they would not fit otherwise",
@@ -266,6 +277,10 @@ def _weight_share(job: Job, plan: Plan, blocks: float, slots: float, excess: flo
     return min(1.0, ceil((excess + slots) / blocks * MARGIN * count) / count)
 
 
+def _size(gib: float) -> str:
+    return f"{gib:.2f}" if gib >= 0.01 or not gib else f"{gib:.1g}"
+
+
 def _shares(
     job: Job, plan: Plan, total: float, share: float, spare: bool, reasons: list[str], pinned: dict[str, float],
     weights: float, gradients: float, inputs: float,
@@ -278,40 +293,40 @@ def _shares(
     what = f"{', '.join(most)} and {last}" if most else last
     if (weights := weights + gradients + inputs) > host * MARGIN:
         raise FitError(
-            f"{what} need {weights:.2f} GiB of host memory a rank, and {host:.2f} GiB may be used (memory.host_gib, "
-            "by default 70 % of the machine's memory); more ranks in parallel.tp or parallel.pp would need less"
+            f"{what} need {_size(weights)} GiB of host memory a rank, and {_size(host)} GiB may be used "
+            "(memory.host_gib, by default 70 % of the machine's memory); more ranks in parallel.tp or parallel.pp would need less"
         )
     host = max(0.0, host - weights)
     if pinned["host"] > host * MARGIN:
         raise FitError(
-            f"memory.homes keeps {pinned['host']:.2f} GiB of states a rank in host memory, and {host:.2f} GiB may be "
-            "used (memory.host_gib, by default 70 % of the machine's memory); a smaller share would work"
+            f"memory.homes keeps {_size(pinned['host'])} GiB of states a rank in host memory, and {_size(host)} GiB may "
+            "be used (memory.host_gib, by default 70 % of the machine's memory); a smaller share would work"
         )
     if pinned["disk"] > (space := _disk_budget(job, plan, plan.world) if job.memory.disk else 0.0):
         raise FitError(
-            f"memory.homes keeps {pinned['disk']:.2f} GiB of states a rank on disk, and memory.disk={job.memory.disk} "
-            f"has {space:.2f} GiB for each rank; a smaller share or a larger disk would work"
+            f"memory.homes keeps {_size(pinned['disk'])} GiB of states a rank on disk, and "
+            f"memory.disk={job.memory.disk} has {_size(space)} GiB for each rank; a smaller share or a larger disk would work"
         )
     budget = max(0.0, host - pinned["host"])
     if share * total <= budget * MARGIN:
         if 0 < share < 1 and job.memory.offload_fraction == "auto" and not spare:
             reasons.append(
-                f"{1 - share:.0%} of the states stay on the device: host memory has {budget:.2f} GiB for the rest"
+                f"{1 - share:.0%} of the states stay on the device: host memory has {_size(budget)} GiB for the rest"
             )
         return share, 0.0
     host = budget / total
     need = share * total - budget
     if not job.memory.disk:
         raise FitError(
-            f"offloaded states need {share * total:.2f} GiB of host memory a rank, and {budget:.2f} GiB may be used "
-            f"{f'besides {weights:.2f} GiB of {what} ' if weights else ''}(memory.host_gib, by default 70 % of the "
+            f"offloaded states need {_size(share * total)} GiB of host memory a rank, and {_size(budget)} GiB may be "
+            f"used {f'besides {_size(weights)} GiB of {what} ' if weights else ''}(memory.host_gib, by default 70 % of the "
             "machine's memory); memory.disk=FOLDER would keep the rest on disk"
         )
     free = space - pinned["disk"]
     if need > free:
         raise FitError(
-            f"states need {need:.2f} GiB a rank on disk besides {budget:.2f} GiB of host memory, and memory.disk="
-            f"{job.memory.disk} has {free:.2f} GiB for each rank; a larger disk or memory.host_gib would work"
+            f"states need {_size(need)} GiB a rank on disk besides {_size(budget)} GiB of host memory, and memory.disk="
+            f"{job.memory.disk} has {_size(free)} GiB for each rank; a larger disk or memory.host_gib would work"
         )
-    reasons.append(f"{need:.2f} GiB of states are on disk: host memory has {budget:.2f} GiB for them")
+    reasons.append(f"{_size(need)} GiB of states are on disk: host memory has {_size(budget)} GiB for them")
     return host, share - host

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.planner.rules.context_rules import attends
@@ -67,6 +69,8 @@ def tiers_rule(job: Job, plan: Plan) -> str | None:
                 f"memory.{name}={getattr(memory, name)} has no effect with memory.offload={memory.offload}; "
                 "memory.offload=states would work"
             )
+    if memory.disk and os.path.isfile(os.path.expanduser(memory.disk)):
+        return f"memory.disk={memory.disk} is a file; a folder on a local disk would work"
     if memory.homes and not offloads:
         return f"memory.homes has no effect with memory.offload={memory.offload}; memory.offload=states would work"
     for what in ("weights", "gradients"):
