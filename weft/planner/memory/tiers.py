@@ -294,18 +294,20 @@ def _shares(
     if (weights := weights + gradients + inputs) > host * MARGIN:
         raise FitError(
             f"{what} need {_size(weights)} GiB of host memory a rank, and {_size(host)} GiB may be used "
-            "(memory.host_gib, by default 70 % of the machine's memory); more ranks in parallel.tp or parallel.pp would need less"
+            "(memory.host_gib, by default 70 % of the machine's memory); more ranks in parallel.tp or parallel.pp "
+            "would need less"
         )
     host = max(0.0, host - weights)
     if pinned["host"] > host * MARGIN:
         raise FitError(
-            f"memory.homes keeps {_size(pinned['host'])} GiB of states a rank in host memory, and {_size(host)} GiB may "
-            "be used (memory.host_gib, by default 70 % of the machine's memory); a smaller share would work"
+            f"memory.homes keeps {_size(pinned['host'])} GiB of states a rank in host memory, and {_size(host)} GiB "
+            "may be used (memory.host_gib, by default 70 % of the machine's memory); a smaller share would work"
         )
     if pinned["disk"] > (space := _disk_budget(job, plan, plan.world) if job.memory.disk else 0.0):
         raise FitError(
             f"memory.homes keeps {_size(pinned['disk'])} GiB of states a rank on disk, and "
-            f"memory.disk={job.memory.disk} has {_size(space)} GiB for each rank; a smaller share or a larger disk would work"
+            f"memory.disk={job.memory.disk} has {_size(space)} GiB for each rank; a smaller share or a larger disk "
+            "would work"
         )
     budget = max(0.0, host - pinned["host"])
     if share * total <= budget * MARGIN:
@@ -319,8 +321,8 @@ def _shares(
     if not job.memory.disk:
         raise FitError(
             f"offloaded states need {_size(share * total)} GiB of host memory a rank, and {_size(budget)} GiB may be "
-            f"used {f'besides {_size(weights)} GiB of {what} ' if weights else ''}(memory.host_gib, by default 70 % of the "
-            "machine's memory); memory.disk=FOLDER would keep the rest on disk"
+            f"used {f'besides {_size(weights)} GiB of {what} ' if weights else ''}(memory.host_gib, by default 70 % of "
+            "the machine's memory); memory.disk=FOLDER would keep the rest on disk"
         )
     free = space - pinned["disk"]
     if need > free:
