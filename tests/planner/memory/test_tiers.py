@@ -23,8 +23,8 @@ def job(memory: dict[str, Any], **more: Any) -> Any:
     })  # fmt: skip
 
 
-def test_auto_offloads_only_what_does_not_fit() -> None:
-    _, resident = make_plan(job({"offload": "auto"}))
+def test_auto_offloads_only_what_does_not_fit(tmp_path: Path) -> None:
+    _, resident = make_plan(job({"offload": "auto", "disk": str(tmp_path), "disk_gib": 9}))
     assert (resident.offload, resident.tiered, resident.homes) == ("none", False, ())
     _, small = make_plan(job({"offload": "auto", "device_gib": 90, "host_gib": 80}))
     assert small.offload == "states" and small.split_master and 0 < small.host_share < 1
@@ -79,6 +79,8 @@ def test_pinned_homes_are_rows_of_the_plan(tmp_path: Path) -> None:
     ):
         with pytest.raises(JobError, match=message):
             make_plan(job({**memory, "homes": homes}))
+    _, plan = make_plan(job({**memory, "offload": "auto"}))
+    assert plan.offload == "states" and plan.home_shares == {"moments": {"host": 0.5}}
     with pytest.raises(
         FitError, match=r"memory\.homes keeps 59\.8\d GiB of states a rank in host memory, and 9\.00 GiB"
     ):
@@ -101,8 +103,6 @@ def test_gradients_and_weights_leave_the_device_last() -> None:
     assert grads["gib"] == pytest.approx(2 * 32 * block, rel=1e-3) and grads["moved_gib"] == pytest.approx(
         4 * grads["gib"]
     )
-    _, more = make_plan(job({**memory, "device_gib": 40}, train=train))
-    assert more.weight_share + (more.gradient_home == "host") and more.predicted["memory_gib"] <= 40
     _, most = make_plan(job({**memory, "device_gib": 60}, train=train))
     assert (most.weight_share, most.gradient_home) == (0, "device")
     _, half = make_plan(job({"offload": "states", "homes": {"weights": {"host": 0.5}}, "host_gib": 100}))
