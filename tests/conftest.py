@@ -35,6 +35,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for eac
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    from hypothesis import settings
+
+    settings.register_profile("any-machine", deadline=None)  # by default an example fails after 200 ms
+    settings.load_profile("any-machine")
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) == signal.SIG_IGN:  # as in background jobs; runs would inherit it and never stop
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -62,6 +66,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()  # what is imported stays: the collector need not look at it in every test
     gc.enable()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # execnet sends its worker SIGINT if it takes more than 5 s to end
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -101,6 +110,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
 
     def call(folder: Path, *args: str) -> Output:
         monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
         monkeypatch.setattr(sys, "argv", ["weft", *args])
         capfd.readouterr()
         code = 0
