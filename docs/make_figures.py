@@ -19,8 +19,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from statistics import fmean
+from typing import Any
 
 import weft
 from weft.job.errors import JobError
