@@ -94,7 +94,8 @@ def make(part: dict[str, Any], **more: Any) -> Any:
     raw: dict[str, Any] = {
         "name": "tiers", "model": SHAPES[part["model"]], "data": {"source": "synthetic", "seq_len": TOKENS[1]},
         "train": {"steps": 100, "global_batch": TOKENS[0], "microbatch": TOKENS[0], "eval_every": 0},
-        "optim": {"clip": 1.0, "lr": 1e-4, **part.get("optim", {})}, "cluster": {"device": "cuda", "nodes": 1, "devices_per_node": 1},
+        "optim": {"clip": 1.0, "lr": 1e-4, **part.get("optim", {})},
+        "cluster": {"device": "cuda", "nodes": 1, "devices_per_node": 1},
         "precision": part.get("precision", "bf16"), "memory": part["memory"],
         "parallel": {"dp_replicate": 1, "dp_shard": 1},
     }  # fmt: skip
