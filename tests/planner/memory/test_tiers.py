@@ -123,7 +123,7 @@ def test_gradients_and_weights_leave_the_device_last() -> None:
 
 def test_gradients_are_released_where_nothing_else_fits() -> None:
     """70B with Adafactor on one H200: blocks are updated in the backward pass, and some of their weights and all low
-    halves live in host memory. A job that clips is told to turn it off."""
+    halves live in host memory. The error of a job that clips names the setting."""
     large = {"model": {"shape": "llama-70b"}, "memory": {"offload": "auto", "states": "24bit-master", "host_gib": 110}}
     asked = job({}).model_dump(exclude_unset=True) | large
     plan = make_plan(parse_job(asked | {"optim": {"name": "adafactor", "clip": 0}}))[1]
