@@ -53,6 +53,10 @@ class Rounding:
         return self.rows, self.key, self.first_column, self.columns, GAMMA
 
 
+def _keys(rounding: Rounding | None) -> tuple[Tensor, int, int, int, int] | None:
+    return None if rounding is None else rounding.keys
+
+
 def rounding_of(seed: int, step: int, name: str, kind: str, weight: Tensor, first_row: int, rows: int) -> Rounding:
     """The random numbers for some rows of a state of a weight, of which this rank has a shard."""
     digest = blake2b(f"{seed}/{step}/{name}/{kind}".encode(), digest_size=8).digest()
@@ -176,7 +180,7 @@ def _eight_bits(kind: str) -> StateCodec:
     def encode_kernel(values: Tensor, stored: Tensor, rounding: Rounding | None) -> None:
         from weft.optim.codec_kernels import encode_8bit
 
-        encode_8bit(values, stored, levels, power, rounding and rounding.keys)
+        encode_8bit(values, stored, levels, power, _keys(rounding))
 
     def decode_kernel(stored: Tensor, values: Tensor) -> None:
         from weft.optim.codec_kernels import decode_8bit
@@ -192,7 +196,7 @@ def _eight_bits(kind: str) -> StateCodec:
 def _bf16_kernel(values: Tensor, stored: Tensor, rounding: Rounding | None) -> None:
     from weft.optim.codec_kernels import round_bits
 
-    round_bits(values, stored, 16, rounding and rounding.keys)
+    round_bits(values, stored, 16, _keys(rounding))
 
 
 BF16 = StateCodec(torch.bfloat16, lambda shape: shape, _to_bf16, _from_bf16, encode_kernel=_bf16_kernel)
@@ -216,7 +220,7 @@ def round_to_24_bits_(master: Tensor, rounding: Rounding | None) -> None:
         from weft.optim.codec_kernels import round_bits
 
         values = master.view(-1, master.shape[-1])
-        round_bits(values, values, 8, rounding and rounding.keys)
+        round_bits(values, values, 8, _keys(rounding))
         return
     flat = master.view(torch.int32).view(-1, master.shape[-1])
     for first, end in _chunks(flat):

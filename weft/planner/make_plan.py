@@ -125,7 +125,7 @@ def _last_resort(start: PlanStart, offloads: tuple[str, ...]) -> PlanStart:
     found: dict[float, PlanStart] = {}
     resorts = last_resorts(job, start.plan.precision)
     possible = may_fit(job, start.plan, start.world, start.memory_gib)
-    for also, reason in resorts.items() if possible else list(resorts.items())[-1:]:
+    for also, reason in list(resorts.items())[0 if possible else -1 :]:
         for offload in offloads:
             # the search would recompute as little as fits without any weights, and host memory has to hold them
             recompute = job.memory.recompute
