@@ -143,7 +143,7 @@ def test_a_job_that_does_not_fit_names_the_states_that_would() -> None:
            "train": {"global_batch": 1}, "cluster": {"device": "h100-sxm", "nodes": 1, "devices_per_node": 1},
            "parallel": {"dp_shard": 1}}  # fmt: skip
     job, plan = make_plan(parse_job(raw), 1)
-    with pytest.raises(FitError, match=r"memory\.states=8bit would fit, with states in fewer bits"):
+    with pytest.raises(FitError, match=r"memory\.states=24bit-master would fit, with states in fewer bits"):
         check_fits(job, plan)
     with pytest.raises(JobError, match=r"stores fp32 weights of one rank as bf16 and 8 bits, not with 2 ranks"):
         make_plan(make_job("memory.states=24bit-master", parallel={"dp_shard": 2}), 2)
