@@ -51,14 +51,12 @@ from weft.planner.tower_costs import with_tower_costs
 
 def make_plan(job: Job, world: int | None = None, calibration: Calibration | None = None) -> tuple[Job, Plan]:
     """The resolved job and its plan. `world` is the number of ranks already decided (--nproc, torchrun)."""
-    return best_plan(start_plan(job, world), trainable=True, calibration=calibration)[:2]
+    return best_plan(start_plan(job, world), calibration)[:2]
 
 
-def best_plan(
-    start: PlanStart, trainable: bool, calibration: Calibration | None = None
-) -> tuple[Job, Plan, SearchResult | None]:
+def best_plan(start: PlanStart, calibration: Calibration | None = None) -> tuple[Job, Plan, SearchResult | None]:
     """The resolved job, the plan of its best layout, and the result of the search."""
-    plan, reasons, found = pick_layout(start, trainable, calibration)
+    plan, reasons, found = pick_layout(start, calibration)
     job, made = complete_or_advise(start, plan, reasons, found.estimator if found else None)
     budget = job.memory.budget_gib
     if budget and found is not None and len(found) == 0:
@@ -144,7 +142,7 @@ def _last_resort(start: PlanStart, offloads: tuple[str, ...]) -> PlanStart:
 def fitting_plan(start: PlanStart) -> Plan | None:
     """The plan of the best layout with the homes of its states; None: it does not fit."""
     try:
-        plan, reasons, found = pick_layout(start, trainable=True)
+        plan, reasons, found = pick_layout(start)
         if found is None or len(found) == 0:
             return None
         made = complete_plan(start, plan, reasons, found.estimator)[1]
@@ -156,7 +154,7 @@ def fitting_plan(start: PlanStart) -> Plan | None:
 def _fits(start: PlanStart) -> bool:
     """Whether any layout fits."""
     estimator = make_estimator(start.job, start.plan, start.world, start.device, start.memory_gib)
-    search = LayoutSearch(plan_space(start.job, start.plan, start.world, trainable=True), estimator)
+    search = LayoutSearch(plan_space(start.job, start.plan, start.world), estimator)
     return search.size == 0 or len(search.find()) > 0
 
 
@@ -191,13 +189,13 @@ def _start_plan(job: Job, world: int | None = None, also: tuple[str, ...] = ()) 
 
 
 def pick_layout(
-    start: PlanStart, trainable: bool, calibration: Calibration | None = None
+    start: PlanStart, calibration: Calibration | None = None
 ) -> tuple[Plan, list[str], SearchResult | None]:
     """The layout: searched for Weft's models, plain replicas for a custom module."""
     job, plan = start.job, start.plan
     if not job.model.module:
         estimator = make_estimator(job, start.plan, start.world, start.device, start.memory_gib, calibration)
-        chosen = search_layout(job, plan, plan_space(job, plan, start.world, trainable), estimator)
+        chosen = search_layout(job, plan, plan_space(job, plan, start.world), estimator)
         if chosen is not None:
             return chosen[0], chosen[2], chosen[1]
     if job.parallel == "auto":
@@ -243,7 +241,7 @@ def complete_or_advise(
 
 
 def runs_here(start: PlanStart) -> bool:
-    """Whether the job runs on this machine, so that its plan must be trainable by this version."""
+    """Whether the job runs on this machine."""
     return start.job.cluster.device in ("auto", "cpu", "cuda") and start.job.cluster.nodes == 1
 
 
