@@ -130,7 +130,11 @@ def compute_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal
         backward=backward,
         attention=attention_f,
         weights=np.where(np.asarray(model.frozen) > 0, 0.0, forward - attention_f - moved_f),
-        inner=np.where(cal.fused > 0, cal.selective * moved_f, attention_f),
+        inner=np.where(
+            cal.fused > 0,
+            cal.selective * moved_f + cal.selective_products * (forward - attention_f - moved_f),
+            attention_f,
+        ),
         head_forward=np.where(has_head, head_f + logits, 0.0),
         head_backward=np.where(has_head, head_b + logits, 0.0),
         embedding=np.where(has_head, tokens * model.dim * size * 4 / memory, 0.0),
