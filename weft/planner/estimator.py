@@ -14,8 +14,9 @@ from weft.planner.calibration import Calibration
 from weft.planner.memory.engine_memory import EngineMemory, Place
 from weft.planner.memory.framework_memory import GIB, framework_memory, stage_memory
 from weft.planner.memory.tiers import fetched_weights, moved_per_parameter
+from weft.planner.model.cluster_facts import ClusterFacts, cluster_facts
 from weft.planner.model.counts import count_parameters
-from weft.planner.model.facts import ClusterFacts, ModelFacts, cluster_facts, model_facts
+from weft.planner.model.model_facts import ModelFacts, model_facts
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts

@@ -12,7 +12,7 @@ import numpy as np
 from weft.job.compression import COMPRESSORS
 from weft.planner.calibration import Calibration
 from weft.planner.memory.peak_walk import PARTS
-from weft.planner.model.facts import ModelFacts, Size
+from weft.planner.model.model_facts import ModelFacts, Size
 from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts
 from weft.planner.time.compression import residual_bytes

@@ -24,7 +24,7 @@ from weft.planner.memory.stage_blocks import V_SHAPED
 from weft.planner.memory.states import UnitSizes, low_half_bytes
 from weft.planner.memory.step_trace import Regime, Stage, StepTrace, Unit
 from weft.planner.memory.unit_passes import Passes, PassTables
-from weft.planner.model.facts import Size
+from weft.planner.model.model_facts import Size
 from weft.planner.rules.context_rules import attends, needs_whole_sequence
 from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.search.candidates import OFFLOADS, Layouts, distinct

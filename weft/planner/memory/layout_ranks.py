@@ -9,7 +9,7 @@ import numpy as np
 
 from weft.planner.engine_constants import WEIGHT_UNITS
 from weft.planner.memory.stage_blocks import V_SHAPED, BlockCounts
-from weft.planner.model.facts import Size
+from weft.planner.model.model_facts import Size
 from weft.planner.schedules.registry import SCHEDULE_NAMES
 from weft.planner.search.candidates import Layouts
 

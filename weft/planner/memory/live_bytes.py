@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from weft.job.schema import Model
-from weft.planner.model.facts import Size
+from weft.planner.model.model_facts import Size
 
 FP32_BYTES = 4
 

@@ -10,7 +10,7 @@ import numpy as np
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.planner.model.counts import part_costs
-from weft.planner.model.facts import Size
+from weft.planner.model.model_facts import Size
 from weft.planner.schedules.actions import vee
 from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.schedules.stage_split import split_layers, split_stages

@@ -15,7 +15,7 @@ from weft.planner.memory.engine_memory import EngineMemory, Place
 from weft.planner.memory.layout_group import GIB, host_gib
 from weft.planner.memory.states import low_half_bytes, stored_bytes
 from weft.planner.model.counts import count_parameters
-from weft.planner.model.facts import Size
+from weft.planner.model.model_facts import Size
 from weft.planner.model.parameters import unit_weights
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts

@@ -12,7 +12,8 @@ from typing import Any
 
 from weft.hardware.catalog import Device, device_by_product, find_device, find_network
 from weft.job.errors import JobError
-from weft.planner.model.facts import ClusterFacts, ModelFacts, default_network, make_cluster
+from weft.planner.model.cluster_facts import ClusterFacts, default_network, make_cluster
+from weft.planner.model.model_facts import ModelFacts
 from weft.planner.published.known_models import known_model
 from weft.planner.schedules.registry import SCHEDULE_NAMES
 from weft.planner.search.candidates import PRECISIONS, RECOMPUTES

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.planner.calibration import Calibration
-from weft.planner.model.facts import ClusterFacts, ModelFacts, Size
+from weft.planner.model.cluster_facts import ClusterFacts
+from weft.planner.model.model_facts import ModelFacts, Size
 from weft.planner.search.candidates import CP_STYLES, Layouts
 from weft.planner.time import collectives as links
 from weft.planner.time.compute import compute_time

@@ -11,7 +11,8 @@ import numpy as np
 
 from weft.planner.calibration import Calibration
 from weft.planner.memory.framework_memory import GIB, framework_memory
-from weft.planner.model.facts import ClusterFacts, ModelFacts, Size
+from weft.planner.model.cluster_facts import ClusterFacts
+from weft.planner.model.model_facts import ModelFacts, Size
 from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts, distinct
 from weft.planner.time.block import BlockTime, block_time, exposed
 from weft.planner.time.compute import peak_flops_by_precision

@@ -8,7 +8,8 @@ import numpy as np
 
 from weft.planner.calibration import Calibration
 from weft.planner.memory.framework_memory import weights
-from weft.planner.model.facts import ClusterFacts, ModelFacts, Size
+from weft.planner.model.cluster_facts import ClusterFacts
+from weft.planner.model.model_facts import ModelFacts, Size
 from weft.planner.schedules.registry import LAST_STAGE_ON_FIRST_RANK
 from weft.planner.search.candidates import OFFLOADS, Layouts
 from weft.planner.time import collectives as links
