@@ -64,6 +64,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # execnet sends its worker SIGINT if it takes more than 5 s to end
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Tests fork, and a forked process would wait forever for the threads of its parent's OpenMP."""
@@ -101,6 +106,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
 
     def call(folder: Path, *args: str) -> Output:
         monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
         monkeypatch.setattr(sys, "argv", ["weft", *args])
         capfd.readouterr()
         code = 0

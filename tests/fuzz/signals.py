@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS = 400
 LAST_STEPS = 40
 """A run that has fewer steps left when the signal is sent may end before it is handled."""
-END_S = 60.0
+END_S = 300.0
 """How long a run may take to end after the signal."""
 JOB: dict[str, Any] = {
     "model": {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 2, "ffn": 32},
@@ -58,9 +58,11 @@ def send_one(
     after_s: float,
     popen: type[subprocess.Popen[Any]] = subprocess.Popen,
     env: Mapping[str, str] = os.environ,
+    total: int = STEPS,
 ) -> str:
     """Start or continue the run in `folder`, send a signal after some seconds; returns what went wrong, or empty."""
-    (folder / "job.yaml").write_text(yaml.safe_dump({**JOB, "parallel": {"dp_shard": ranks}}), encoding="utf-8")
+    job = {**JOB, "parallel": {"dp_shard": ranks}, "train": {**JOB["train"], "steps": total}}
+    (folder / "job.yaml").write_text(yaml.safe_dump(job), encoding="utf-8")
     env = {**env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     run = RunDir(folder / "runs" / "job")
     with (folder / "output.txt").open("w+", encoding="utf-8") as output:
@@ -83,7 +85,7 @@ def send_one(
         return ""
     steps = _steps(run)
     if code == 0:
-        lost = steps < STEPS or steps_before < STEPS - LAST_STEPS
+        lost = steps < total or steps_before < total - LAST_STEPS
         return f"code 0 after {number.name} at step {steps_before}, {steps} steps" if lost else ""
     if code != int(STOP_CODES[number]):
         return f"code {code} after {number.name}: {text[-500:]}"

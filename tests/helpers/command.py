@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -69,8 +70,11 @@ class Started:
 
     def ranks(self) -> list[psutil.Process]:
         """The processes it started, in rank order; without processes that have no rank yet."""
-        found = {p: p.environ() for p in psutil.Process(self.process.pid).children()}
-        return sorted((p for p in found if "RANK" in found[p]), key=lambda p: int(found[p]["RANK"]))
+        found: dict[int, psutil.Process] = {}
+        for process in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.Error, KeyError):  # it has just exited, or has no rank
+                found[int(process.environ()["RANK"])] = process
+        return [found[rank] for rank in sorted(found)]
 
     def wait_for(self, what: Callable[[], bool]) -> None:
         """Wait for a condition; the command must not end before."""

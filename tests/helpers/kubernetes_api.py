@@ -41,7 +41,7 @@ def emulated_api(folder: Path) -> Iterator[Path]:
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
     thread.start()
-    assert started.wait(60)
+    assert started.wait(300)
     config = {
         "apiVersion": "v1", "kind": "Config", "current-context": "test", "users": [{"name": "me", "user": {}}],
         "clusters": [{"name": "here", "cluster": {"server": found["url"]}}],

@@ -32,6 +32,11 @@ class OwnerCheck:
         self.folder, self.killed, self.tickets = folder / "owners", folder / "killed", folder / "tickets"
         self.errors = folder / "errors"
 
+    def wait_for_kills(self) -> None:
+        """Wait while the process that kills is late: the claims would be over before it has killed enough."""
+        while self.tickets.stat().st_size > (len(self.killed.read_text().split()) + 10) * (CLAIMS // KILLS):
+            time.sleep(0.002)
+
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         with (self.folder.parent / "owners.lock").open("a") as file:
@@ -84,6 +89,7 @@ def work(folder: Path, check: OwnerCheck, seed: int, worker: int) -> None:
     rng = random.Random(f"{seed} {worker}")
     queue = QueueFolder(folder / "queue")
     while check.next_ticket() <= CLAIMS:
+        check.wait_for_kills()
         with claim(queue, random_request(rng), name=f"worker-{worker}", priority=rng.choice([0, 0, 0, 1])) as held:
             check.enter(worker, held)
             time.sleep(rng.random() * 0.01)

@@ -23,7 +23,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
+AuthInfo=socket={folder}/munge.socket,cred_expire=15
 SlurmctldPort={port}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -44,7 +44,7 @@ SlurmdParameters=config_overrides
 JobRequeue=1
 KillWait=3
 MinJobAge=600
-SlurmdTimeout=10
+SlurmdTimeout=300
 NodeName=n[1-4] NodeHostname={host} NodeAddr=127.0.1.[1-4] Port=[{first}-{last}] CPUs=2 Sockets=1 CoresPerSocket=2 \
 ThreadsPerCore=1 RealMemory=4000 State=UNKNOWN
 PartitionName=main Nodes=n[1-4] Default=YES State=UP OverSubscribe=FORCE:4
@@ -53,7 +53,8 @@ PartitionName=main Nodes=n[1-4] Default=YES State=UP OverSubscribe=FORCE:4
 
 def free_ports(count: int) -> int:
     """The first of some consecutive free ports."""
-    for first in range(21_000 + os.getpid() % 5000, 32_000, count):
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])  # workers do not look at the same ports
+    for first in range(21_000 + 1000 * (worker % 10) + os.getpid() % 500, 32_000, count):
         with suppress(OSError):
             for port in range(first, first + count):
                 with closing(socket.socket()) as probe:

@@ -340,6 +340,10 @@ def test_the_last_step_is_saved(tmp_path: Path) -> None:
     assert reading.wait(DEADLINE_S)
     processed: list[StateCopy] = []
     chief = SimpleNamespace(records=coordinator.records, process=processed.append)
-    assert _serve(coordinator, cast(Chief, chief), Signals()) is None
+    signals = Signals()
+    try:
+        assert _serve(coordinator, cast(Chief, chief), signals) is None
+    finally:
+        signals.restore()
     last.join()
     assert [copy.step for copy in processed] == [1] and processed[0].saves

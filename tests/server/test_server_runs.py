@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -37,9 +38,10 @@ def kill(started: Started, role: str, index: int) -> None:
     """Kill one process of a run with SIGKILL."""
     words = [role, str(index)]
     for process in psutil.Process(started.process.pid).children():
-        if process.cmdline()[-2:] == words:
-            process.send_signal(signal.SIGKILL)
-            return
+        with contextlib.suppress(psutil.Error):  # another that was killed before
+            if process.cmdline()[-2:] == words:
+                process.send_signal(signal.SIGKILL)
+                return
     raise AssertionError(f"no process is {role} {index}")
 
 

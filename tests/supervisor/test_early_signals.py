@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fuzz.signals import is_handled, send_one
-from helpers.command import Started, run_of, until, write_job
+from helpers.command import DEADLINE_S, Started, run_of, until, write_job
 from helpers.forked_python import TEMPLATE_ENV, Popen
 
 from weft.supervisor.run_lock import run_lock
@@ -25,7 +25,7 @@ def test_sigterm_before_ranks_start_exits_with_preempted(tmp_path: Path) -> None
         started = Started(tmp_path, "train", "job.yaml", "name=early", "--nproc", "2")
         until(lambda: is_handled(started.process.pid, signal.SIGTERM))
         started.process.send_signal(signal.SIGTERM)
-        assert started.process.wait(120) == 75
+        assert started.process.wait(DEADLINE_S) == 75
     assert not run.metrics.exists()
 
 
@@ -44,7 +44,7 @@ def test_signal_at_any_moment_ends_the_run(
 ) -> None:
     """With a new interpreter, which imports for seconds, and a fork, which starts at once. tests/fuzz/signals.py sends
     many more."""
-    assert send_one(tmp_path, ranks, number, after_s, popen, TEMPLATE_ENV) == ""
+    assert send_one(tmp_path, ranks, number, after_s, popen, TEMPLATE_ENV, total=10**9) == ""
 
 
 @pytest.fixture

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from helpers import command
-from helpers.command import Started, ids_by_step, losses, run_of, step_of, strays, weft, write_job
+from helpers.command import DEADLINE_S, Output, ids_by_step, losses, python, run_of, strays, weft, write_job
+from helpers.self_faults import memory_of, write_orders
 
 from weft.checkpoint.format import list_checkpoints
 from weft.checkpoint.reader import load_full
-from weft.job.run_folder import RunDir
-from weft.supervisor.process_manager import pointer_path
-from weft.supervisor.status_board import Record, StatusBoard
 from weft.watch.journal import read_jsonl
 
 STEPS = 65
@@ -34,38 +27,13 @@ JOB: dict[str, Any] = {
 FAULTS = [("exit", 1), ("exit", 0), ("supervisor", None), ("stopped", 1), ("hang", 1)]
 
 
-def board_of(run: RunDir) -> StatusBoard:
-    return StatusBoard(Path(json.loads(pointer_path(run).read_text(encoding="utf-8"))["folder"]) / "board")
-
-
-def ranks_of(board: StatusBoard) -> dict[int, Record]:
-    """The ranks of the current attempt."""
-    return {r.rank: r for r in board.records() if r.rank >= 0 and r.attempt == board["attempt"] and r.phase != "gone"}
-
-
-def training(board: StatusBoard, step: int) -> bool:
-    found = ranks_of(board)
-    return len(found) == 2 and all(r.step >= step for r in found.values())
-
-
-def test_run_with_faults_is_bit_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_with_faults_is_bit_identical(tmp_path: Path) -> None:
     """Killed: a rank, rank 0, the supervisor. Stopped: a rank. Then one sleeps in the middle of a step."""
     write_job(tmp_path, **JOB)
     assert weft(tmp_path, "train", "job.yaml", "name=calm", "--no-resilient").code == 0
-    orders = tmp_path / "orders.json"
-    order = {"id": 1, "kind": "sleep", "rank": 1, "step": 50, "phase": "backward", "moment": 0.5}
-    orders.write_text(json.dumps([order]), encoding="utf-8")
-    monkeypatch.setitem(command.ENV, "WEFT_FAULTS", str(orders))
-    monkeypatch.setitem(command.ENV, "WEFT_RANK_MODULE", "weft.chaos.faulty_rank")
+    orders = [("kill", 1, 7), ("kill", 0, 18), ("supervisor", 0, 29), ("stop", 1, 40), ("sleep", 1, 51)]
+    result = run_with(tmp_path, *({"kind": kind, "rank": rank, "step": step} for kind, rank, step in orders))
     run = run_of(tmp_path, "hit")
-    started = Started(tmp_path, "train", "job.yaml", "name=hit")
-    started.wait_for(lambda: step_of(run) >= 1)
-    board = board_of(run)
-    moments = [(6, 1, signal.SIGKILL), (17, 0, signal.SIGKILL), (28, None, signal.SIGKILL), (39, 1, signal.SIGSTOP)]
-    for step, rank, number in moments:
-        started.wait_for(lambda: training(board, step))  # noqa: B023
-        os.kill(board["supervisor"] if rank is None else ranks_of(board)[rank].pid, number)
-    result = started.end()
     assert result.code == 0, result.err
     faults = [e for e in read_jsonl(run.events) if e["event"] == "fault"]
     output = [(e["fault"], e["rank"]) for e in faults]
@@ -79,8 +47,14 @@ def test_run_with_faults_is_bit_identical(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(e["steps_lost"] <= 1 for e in recovered)
     assert "rank 1 (dp_shard1) was killed by SIGKILL" in result.err
     _assert_same(tmp_path, "hit", "calm")
-    assert strays(["weft.training.supervised_rank", "runs/hit"]) == []
-    assert not board.path.parent.exists()
+    assert strays(["helpers.self_faults", "runs/hit"]) == []
+    assert not memory_of(tmp_path).exists()
+
+
+def run_with(folder: Path, *orders: dict[str, Any]) -> Output:
+    """Train the run `hit` with these faults."""
+    command = ("-m", "weft", "train", "job.yaml", "name=hit")
+    return python(folder, *command, deadline_s=3 * DEADLINE_S, **write_orders(folder, *orders))
 
 
 def _assert_same(folder: Path, name: str, other: str) -> None:
@@ -98,12 +72,7 @@ def _assert_same(folder: Path, name: str, other: str) -> None:
 def test_single_rank_survives_a_kill(tmp_path: Path) -> None:
     write_job(tmp_path, **{**JOB, "parallel": {"dp_shard": 1}, "train": {**JOB["train"], "steps": 40}})
     assert weft(tmp_path, "train", "job.yaml", "name=calm", "--no-resilient").code == 0
-    run = run_of(tmp_path, "hit")
-    started = Started(tmp_path, "train", "job.yaml", "name=hit")
-    started.wait_for(lambda: step_of(run) >= 10)
-    board = board_of(run)
-    os.kill(ranks_of(board)[0].pid, signal.SIGKILL)
-    result = started.end()
+    result, run = run_with(tmp_path, {"kind": "kill", "rank": 0, "step": 11}), run_of(tmp_path, "hit")
     assert result.code == 0, result.err
     recovered = [e for e in read_jsonl(run.events) if e["event"] == "recovered"]
     assert len(recovered) == 1 and recovered[0]["steps_lost"] <= 1

@@ -9,13 +9,20 @@ from helpers.command import python, write_job
 from weft.job.errors import Exit
 from weft.supervisor.diagnosis import FaultReport
 from weft.supervisor.restart_limit import (
+    IDLE_AFTER_PROGRESS,
     MAX_BACKOFF_S,
+    MAX_NODE_LOST_S,
     MAX_SAME_FAULT,
     MAX_SAME_STEP,
+    MAX_TIMEOUT_FACTOR,
+    STEADY_STEPS,
     backoff_s,
     entry,
     give_up_code,
+    grown_node_lost_s,
+    idle_attempts,
     repeats,
+    timeout_factor,
 )
 
 
@@ -62,6 +69,23 @@ def test_kills_at_different_steps_do_not_add_up() -> None:
         earlier += [entry(f, number) for f in now]
     again = [entry(now[0], number + i) for i in range(1, MAX_SAME_FAULT["exit"])]
     assert give_up_code(now, earlier + again, 100) == Exit.DIFFERS
+
+
+def test_timeouts_grow_while_attempts_end_by_a_timeout_without_a_step() -> None:
+    idle, lost_s, waits = 0, [], []
+    for _ in range(MAX_SAME_STEP):
+        lost_s.append(grown_node_lost_s(2.4, idle))
+        idle = idle_attempts(idle, 0, timed_out=True)
+        waits.append(backoff_s([fault(0, "node 1 is silent", kind="elsewhere")], [], idle))
+    assert lost_s == [2.4, 9.6, 38.4, MAX_NODE_LOST_S, MAX_NODE_LOST_S, MAX_NODE_LOST_S]
+    assert waits == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0]
+    assert idle == MAX_SAME_STEP, "the run ends"
+    assert timeout_factor(10**6) == MAX_TIMEOUT_FACTOR
+    assert grown_node_lost_s(90.0, 3) == 90.0, "the job's own is longer than the limit"
+    assert idle_attempts(idle, 0, timed_out=False) == idle, "a rank's own fault neither adds nor resets"
+    assert idle_attempts(idle, 1, timed_out=True) == IDLE_AFTER_PROGRESS
+    assert idle_attempts(idle, STEADY_STEPS, timed_out=True) == 0
+    assert timeout_factor(0) == 1.0
 
 
 def test_too_low_limit_of_open_files_is_refused(tmp_path: Any) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
+import threading
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +22,9 @@ Device = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
+INTERRUPT_AGAIN_S = 0.05
+"""Seconds after which a Ctrl-C that Python ignored is sent again."""
+
 
 def print_stderr(text: str) -> None:
     """Print a line for people, so that stdout holds only results."""
@@ -34,6 +39,17 @@ def print_json(value: Any) -> None:
 def clean_up_on_interrupt() -> None:
     """From now on Ctrl-C raises KeyboardInterrupt: the command starts processes or writes files."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.unraisablehook = _interrupt_again
+
+
+def _interrupt_again(ignored: sys.UnraisableHookArgs) -> None:
+    """Send SIGINT again if Python ignores its KeyboardInterrupt, as it does in destructors and callbacks of gc."""
+    if isinstance(ignored.exc_value, KeyboardInterrupt):
+        again = threading.Timer(INTERRUPT_AGAIN_S, os.kill, (os.getpid(), signal.SIGINT))  # after the destructor
+        again.daemon = True
+        again.start()
+    else:
+        sys.__unraisablehook__(ignored)
 
 
 def on_device(overrides: list[str] | None, device: str | None) -> list[str]:

@@ -115,19 +115,22 @@ def run_by_policy(target: Target, request: LaunchRequest, log: Callable[[str], N
     request.launch_folder.mkdir(parents=True, exist_ok=True)
     path = request.launch_folder / POLICY_FILE
 
-    def on_signal(number: int, frame: object) -> None:
-        raise _Stop(number)
+    received: list[int] = []
+
+    def check_signals() -> None:  # not raised in a handler: it could be in submit(), or lost in a destructor
+        if received:
+            raise _Stop(received[0])
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, on_signal)
+        signal.signal(number, lambda number, frame: received.append(number))
     write_json(path, {"pid": os.getpid(), "created": psutil.Process().create_time()})
     record: LaunchRecord | None = None
     try:
         while True:
-            _wait(state, log)
+            _wait(state, log, check_signals)
             record = submit(target, request)
             log(f"{request.job.name} is {target.name} job {record.job_id}: {state.why}")
-            code = _follow(record, state, log)
+            code = _follow(record, state, log, check_signals)
             if code != Exit.PREEMPTED:
                 return code
             record = None
@@ -140,22 +143,27 @@ def run_by_policy(target: Target, request: LaunchRequest, log: Callable[[str], N
         path.unlink(missing_ok=True)
 
 
-def _wait(state: PolicyState, log: Callable[[str], None]) -> None:
+def _wait(state: PolicyState, log: Callable[[str], None], check_signals: Callable[[], None]) -> None:
     """Wait until the rule holds; the reason is logged when it changes."""
     logged: str | None = None
     while not state.holds():
+        check_signals()
         if state.prices != logged:
             log(f"waiting: {state.why}")
             logged = state.prices
         time.sleep(min(1.0, state.settings.check_s))
+    check_signals()
 
 
-def _follow(record: LaunchRecord, state: PolicyState, log: Callable[[str], None]) -> int:
+def _follow(
+    record: LaunchRecord, state: PolicyState, log: Callable[[str], None], check_signals: Callable[[], None]
+) -> int:
     """Follow a run; it is stopped when the rule no longer holds."""
     asked = False
 
     def check() -> None:
         nonlocal asked
+        check_signals()
         if not asked and state.holds() is False:
             asked = True
             log(f"stopping: {state.why}; the run saves, and starts again when the rule holds")

@@ -31,6 +31,8 @@ class Attempt:
     """Kind, rank, step, cause and attempt of every fault so far, used to detect a repeated fault."""
     environment: dict[str, str] = field(default_factory=dict)
     """Extra environment variables of the ranks, such as the rendezvous address."""
+    idle: int = 0
+    """Attempts in a row before this one that ended by a timeout without a new committed step."""
     plan: dict[str, Any] = field(default_factory=dict)
     """The plan of this attempt, as JSON."""
 

@@ -49,8 +49,8 @@ class HangDetector:
         self.gaps: dict[str, deque[float]] = {}
         self.load = 1.0
         """How many times slower than usual this machine is, from the delay of our own polls."""
-        self.repeat_factor = 1.0
-        """Timeout multiplier after a hang that repeated at the same step."""
+        self.timeout_factor = 1.0
+        """Timeout multiplier after attempts that committed no step."""
         self.new_attempt()
 
     def new_attempt(self) -> None:
@@ -116,17 +116,20 @@ class HangDetector:
         return now - self._beats[rank][1] > max(1.0, 0.7 * (now - self._moved))
 
     def limit(self, kind: str) -> float:
+        """Timeout of a kind of phase."""
         known = self.gaps.get(kind)
         if kind == "step":
-            return self.repeat_factor * self.load * max(self.floor_s, HANG_FACTOR * max(known or [0.0]))
-        if kind == "first":
+            limit = self.load * max(self.floor_s, HANG_FACTOR * max(known or [0.0]))
+        elif kind == "first":
             known = known if self.gaps.get("step") else None
-            return min(self.first_s, self.load * max(MIN_WARMUP_TIMEOUT_S, HANG_FACTOR * max(known or [self.first_s])))
-        return max(MIN_PHASE_TIMEOUT_S, HANG_FACTOR * max(known)) if known else FIRST_PHASE_TIMEOUT_S
+            limit = min(self.first_s, self.load * max(MIN_WARMUP_TIMEOUT_S, HANG_FACTOR * max(known or [self.first_s])))
+        else:
+            limit = max(MIN_PHASE_TIMEOUT_S, HANG_FACTOR * max(known)) if known else FIRST_PHASE_TIMEOUT_S
+        return min(self.timeout_factor * limit, max(limit, FIRST_PHASE_TIMEOUT_S))
 
     def regroup_timeout(self, floor_s: float) -> float:
         """How long ranks may take to return after the attempt is over; some are computing."""
-        return self.load * max(floor_s, 3 * max(self.gaps.get("step", [0.0])))
+        return self.timeout_factor * self.load * max(floor_s, 3 * max(self.gaps.get("step", [0.0])))
 
     def _busy(self, ranks: dict[int, Record], now: float) -> bool:
         """Whether any rank is running, runnable, or waits for a disk."""

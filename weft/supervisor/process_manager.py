@@ -18,7 +18,7 @@ from weft.hardware.network import use_loopback
 from weft.job.errors import MachineError
 from weft.job.run_folder import RunDir
 from weft.supervisor.fork_server import ForkedProcess, ForkServer, as_subreaper
-from weft.supervisor.local_ranks import KILLED_BY_USER, rank_module
+from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER, rank_module
 from weft.supervisor.memory_folder import memory_folder
 from weft.supervisor.run_lock import RunLock
 from weft.supervisor.status_board import PHASES, StatusBoard
@@ -119,7 +119,11 @@ class ProcessManager:
                 for process in [*self.slots.values(), *([self.supervisor] if self.supervisor else [])]:
                     process.kill()
                     process.wait()
-            return KILLED_BY_USER if self.signals.killed else self.board["end"] - 1
+            if self.signals.killed:
+                return KILLED_BY_USER
+            if (code := self.board["end"] - 1) not in CLEAN_EXITS:
+                self.lock.check()  # which may be the cause
+            return code
 
     def _fork_server_files(self) -> tuple[int, ...]:
         return (

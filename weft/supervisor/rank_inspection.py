@@ -19,8 +19,8 @@ from weft.supervisor.status_board import Record
 
 UNATTRIBUTED_HANG_S = 120.0
 """Timeout of a hang that cannot be attributed to a rank."""
-STACK_TIMEOUT_S = 0.3
-"""How long a process may take to write its stack."""
+STACK_TIMEOUT_S = 3.0
+"""How long a process may take to write its stack: milliseconds, unless the machine is starved."""
 POLL_S = 0.02
 
 
@@ -55,15 +55,16 @@ def hang_fault(
     if not culprits:  # it may resolve itself
         why = "all ranks wait for one another"
         return (FaultReport("hang", None, why, step, "", seconds) if seconds > UNATTRIBUTED_HANG_S else None), set()
-    found = stacks(folder, {r: ranks[r].pid for r in culprits})
+    found = stacks(folder, {r: ranks[r].pid for r in culprits if kind != "stopped"})  # which writes none
     for r in culprits:
         kill(ranks[r].pid)
     first = min(culprits)
-    at = where(found[first])
+    stack = found.get(first, [])
+    at = where(stack)
     others = "" if len(culprits) == 1 else f" (as do ranks {', '.join(str(r) for r in sorted(culprits)[1:])})"
     why = f"{culprits[first]}{f', at {at}' if at else ''}; the others wait for it{others}"
     position = positions.get(first, {}).get("position", "")
-    return FaultReport(kind, first, why, step, position, seconds, "\n".join(found[first])), set(culprits)
+    return FaultReport(kind, first, why, step, position, seconds, "\n".join(stack)), set(culprits)
 
 
 def _culprits(
@@ -97,10 +98,12 @@ def stacks(folder: Path, pids: Mapping[int, int]) -> dict[int, list[str]]:
     for pid in pids.values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, STACK_SIGNAL)
-    deadline = time.monotonic() + STACK_TIMEOUT_S
-    while time.monotonic() < deadline and any(_size(files[r]) == before[r] for r in files):
+    deadline, sizes = time.monotonic() + STACK_TIMEOUT_S, before
+    while time.monotonic() < deadline:
         time.sleep(POLL_S)
-    time.sleep(POLL_S)
+        seen, sizes = sizes, {rank: _size(path) for rank, path in files.items()}
+        if all(sizes[r] == seen[r] > before[r] for r in files):  # nothing is written any more
+            break
     return {r: main_stack(_tail(files[r], before[r])) for r in files}
 
 

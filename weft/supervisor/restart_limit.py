@@ -1,4 +1,4 @@
-"""When a run gives up after repeated faults, and what it prints then."""
+"""When a run gives up after repeated faults and what it prints then; how timeouts grow while no step is committed."""
 
 from __future__ import annotations
 
@@ -19,6 +19,36 @@ MAX_SAME_STEP = 6
 """Attempts in a row that may end at the same step, whatever the cause."""
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 """Wait before the third attempt at the same step, doubled with each further one."""
+TIMEOUT_GROWTH, MAX_TIMEOUT_FACTOR = 4.0, 64.0
+"""Timeouts are this many times longer after each attempt that ended by a timeout without a new step, up to a limit."""
+MAX_NODE_LOST_S = 60.0
+"""Upper limit of the grown `resilience.node_lost_s`, unless the job's own is longer."""
+STEADY_STEPS = 10
+"""New steps after which an attempt uses the job's own timeouts again."""
+IDLE_AFTER_PROGRESS = 2
+"""Upper limit of the idle attempts after one with some new steps, but fewer than STEADY_STEPS."""
+TIMEOUT_FAULTS = ("hang", "gil")
+"""Kinds of faults that a timeout detects, which may be too short for this machine."""
+
+
+def idle_attempts(before: int, new_steps: int, timed_out: bool) -> int:
+    """Attempts in a row that ended by a timeout without a new committed step, with the one that has just ended.
+
+    `new_steps` are the steps that it committed beyond those of all earlier attempts.
+    """
+    if new_steps > 0:
+        return 0 if new_steps >= STEADY_STEPS else min(before, IDLE_AFTER_PROGRESS)
+    return before + timed_out
+
+
+def timeout_factor(idle: int) -> float:
+    """Multiplier of the timeouts of an attempt, after so many idle ones."""
+    return min(MAX_TIMEOUT_FACTOR, TIMEOUT_GROWTH ** min(idle, 10))
+
+
+def grown_node_lost_s(node_lost_s: float, idle: int) -> float:
+    """The heartbeat timeout of a node after so many idle attempts."""
+    return min(max(MAX_NODE_LOST_S, node_lost_s), timeout_factor(idle) * node_lost_s)
 
 
 def cause_of(fault: FaultReport) -> str:
@@ -56,10 +86,10 @@ def give_up_code(faults: Sequence[FaultReport], earlier: Sequence[list[Any]], re
     return int(Exit.HANG) if kind in ("hang", "gil", "stopped") else int(Exit.DIFFERS)
 
 
-def backoff_s(faults: Sequence[FaultReport], earlier: Sequence[list[Any]]) -> float:
-    """Seconds to wait before the next attempt."""
-    same_step, _ = repeats(faults, earlier)
-    return 0.0 if same_step < 2 else min(MAX_BACKOFF_S, BACKOFF_S * 2.0 ** (same_step - 2))
+def backoff_s(faults: Sequence[FaultReport], earlier: Sequence[list[Any]], idle: int = 0) -> float:
+    """Seconds to wait before the next attempt, after so many idle ones."""
+    repeated = max(repeats(faults, earlier)[0], idle)
+    return 0.0 if repeated < 2 else min(MAX_BACKOFF_S, BACKOFF_S * 2.0 ** (repeated - 2))
 
 
 def final_lines(

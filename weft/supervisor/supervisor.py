@@ -25,7 +25,16 @@ from weft.supervisor.local_ranks import CLEAN_EXITS, GRACE_S, die_with_parent
 from weft.supervisor.memory_folder import write_file
 from weft.supervisor.process_name import set_process_name
 from weft.supervisor.rank_inspection import POLL_S, awaited_ranks, exit_fault, hang_fault, kill
-from weft.supervisor.restart_limit import backoff_s, entry, final_lines, give_up_code
+from weft.supervisor.restart_limit import (
+    STEADY_STEPS,
+    TIMEOUT_FAULTS,
+    backoff_s,
+    entry,
+    final_lines,
+    give_up_code,
+    idle_attempts,
+    timeout_factor,
+)
 from weft.supervisor.status_board import TRAINING, Record, StatusBoard
 from weft.supervisor.stop_signals import STOP_SIGNALS
 from weft.watch.journal import Journal
@@ -59,6 +68,8 @@ class Supervisor:
         self.announced = True
         self.committed = self.committed_before = 0
         """The newest committed step, and the newest of the attempts before this one."""
+        self.reached = self.reached_before = 0
+        """The same, never reduced when a run continues from an older step."""
         self.lost_since: float | None = None
         self.replaced: set[int] = set()
         """Ranks that were lost or killed in this attempt."""
@@ -73,6 +84,9 @@ class Supervisor:
         while True:
             records = self.board.records()
             self.committed = max([self.committed, *(r.committed for r in records)])
+            self.reached = max(self.reached, self.committed)
+            if self.hangs.timeout_factor > 1 and self.reached - self.reached_before >= STEADY_STEPS:
+                self.reset_timeouts()
             code = self.ended(records)
             if code is None:
                 code = self.look(records)
@@ -107,10 +121,11 @@ class Supervisor:
                 return exit_fault(self.run, self.folder, rank, record)
         lost = any(r.phase == "waiting" and r.attempt == self.attempt.number for r in ranks.values())
         self.lost_since = (self.lost_since or time.monotonic()) if lost else None
-        if self.lost_since is not None and time.monotonic() - self.lost_since > LOST_S:
+        timeout = self.hangs.timeout_factor * LOST_S
+        if self.lost_since is not None and time.monotonic() - self.lost_since > timeout:
             step = min(record.step for record in ranks.values())
             return FaultReport(
-                "hang", None, "ranks lost their connections, though no rank has exited", step, "", LOST_S
+                "hang", None, "ranks lost their connections, though no rank has exited", step, "", timeout
             )
         seconds = self.hangs.check(ranks, lambda: awaited_ranks(self.folder, ranks))
         return self.hang_fault(ranks, seconds) if seconds is not None else None
@@ -177,13 +192,39 @@ class Supervisor:
         if code := give_up_code(self.open, self.attempt.faults, self.settings.restarts):
             self.end(*final_lines(self.run, self.board, self.attempt, self.open[0], code))
             return
-        if time.monotonic() - self.since < backoff_s(self.open, self.attempt.faults):
+        if time.monotonic() - self.since < backoff_s(self.open, self.attempt.faults, self.idle_attempts()):
             return
         self.next(back)
 
+    def idle_attempts(self) -> int:
+        """Attempts in a row that ended by a timeout without a new step, with the one that has just ended."""
+        return idle_attempts(self.attempt.idle, self.reached - self.reached_before, self.timed_out())
+
+    def timed_out(self) -> bool:
+        """Whether a timeout ended the attempt, which may be too short for this machine."""
+        return any(fault.kind in TIMEOUT_FAULTS for fault in self.open)
+
+    def grow_timeouts(self, idle: int, leads: bool = True, **timeouts: float) -> None:
+        """Set the timeouts of the next attempt after so many idle ones."""
+        factor = self.hangs.timeout_factor = timeout_factor(idle)
+        if idle <= self.attempt.idle or not leads:
+            return
+        now = "".join(f", {name} {seconds:g} s" for name, seconds in timeouts.items())
+        attempts = "the last attempt" if idle == 1 else f"{idle} attempts in a row"
+        log(f"{attempts} committed no step before a timeout: timeouts are {factor:g} times as long now{now}")
+        self.journal.event(
+            "timeouts_grown", step=self.committed, attempt=self.attempt.number, idle_attempts=idle, factor=factor,
+            **timeouts,
+        )  # fmt: skip
+
+    def reset_timeouts(self) -> None:
+        """Use the job's own timeouts again: this attempt commits steps."""
+        self.hangs.timeout_factor = 1.0
+
     def next(self, ranks: dict[int, int]) -> None:
         """All remaining ranks are back: start the next attempt with these slots."""
-        self.begin(ranks)
+        self.grow_timeouts(idle := self.idle_attempts())
+        self.begin(ranks, idle=idle)
 
     def _take_smaller_plan(self) -> None:
         """Use the plan that a rank wrote after it ran out of memory, if only its microbatch is smaller."""
@@ -193,11 +234,16 @@ class Supervisor:
                 self.plan = left
 
     def begin(
-        self, ranks: dict[int, int], number: int = 0, environment: dict[str, str] | None = None, how: str = ""
+        self,
+        ranks: dict[int, int],
+        number: int = 0,
+        environment: dict[str, str] | None = None,
+        how: str = "",
+        idle: int = 0,
     ) -> None:
         """Publish the next attempt."""
         number = number or self.attempt.number + 1
-        self.committed_before = self.committed
+        self.committed_before, self.reached_before = self.committed, self.reached
         faults = [
             *self.attempt.faults,
             *(entry(f, self.attempt.number) for f in self.open if f.kind not in NOT_RANK_FAULTS),
@@ -221,20 +267,18 @@ class Supervisor:
         self._take_smaller_plan()
         self.attempt = Attempt(
             number, self.plan.world, ranks, deaths, store, self.attempt.began, recovered, faults, environment or {},
-            self.plan.to_json(),
+            idle, self.plan.to_json(),
         )  # fmt: skip
         write_attempt(self.folder, self.attempt)
         self.board["attempt"] = number
         self.board["published"] = number
         self.open, self.replaced, self.announced, self.since = [], set(), recovered is None, time.monotonic()
-        last = faults[-1] if faults else None
-        same = sum(f[:3] == last[:3] for f in faults[-3:]) if last and last[0] in ("hang", "gil") else 0
-        self.hangs.repeat_factor = 4.0 ** max(0, same - 1)
         self.hangs.new_attempt()
 
     def adopt(self, number: int) -> None:
         """Take over from a killed supervisor; the ranks are not affected."""
         self.attempt = read_attempt(self.folder, number)
+        self.hangs.timeout_factor = timeout_factor(self.attempt.idle)
         records = self.board.records()
         self.journal.event(
             "fault", fault="supervisor", rank=None, position="", attempt=number, detected_after_s=None,

@@ -126,14 +126,16 @@ def test_past_use_counts_once_and_decays(queue: QueueFolder) -> None:
 def test_a_claim_outlives_its_owner_until_its_processes_end(queue: QueueFolder, tmp_path: Path) -> None:
     """A killed launcher does not free what its processes still use; `weft queue release` ends them."""
     pid_file = tmp_path / "pid"
+    script = f"trap : TERM; echo $$ > {pid_file}.new; mv {pid_file}.new {pid_file}; while :; do sleep 0.2; done"
     owner = os.fork()
     if not owner:
-        run_command(
-            queue, Request(memory_gib=64), ["sh", "-c", f"echo $$ > {pid_file}.new; mv {pid_file}.new {pid_file}; "
-            "trap : TERM; while :; do sleep 0.2; done"], name="owner", priority=0, idle_minutes=0, wait=True,
-            log=lambda text: None,
-        )  # fmt: skip
-        os._exit(0)
+        try:
+            run_command(
+                queue, Request(memory_gib=64), ["sh", "-c", script], name="owner", priority=0, idle_minutes=0,
+                wait=True, log=lambda text: None,
+            )  # fmt: skip
+        finally:
+            os._exit(0)
     until(pid_file.exists)
     os.kill(owner, signal.SIGKILL)
     os.waitpid(owner, 0)

@@ -180,7 +180,7 @@ def test_submit_status_and_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             check_read_back(client.read(manifest), manifest, manifest["kind"])
         assert target.status(record).state == JobState.QUEUED
         lines: list[str] = []
-        assert stop(record, lines.append, kill=False, timeout_s=30) == 0
+        assert stop(record, lines.append, kill=False, timeout_s=DEADLINE_S) == 0
         assert all(client.read(manifest) is None for manifest in build_manifests(request))
     with pytest.raises(MachineError, match="the Kubernetes API cannot be reached"):
         client.read(build_manifests(request)[-1])
@@ -229,7 +229,7 @@ def test_pods_train_and_a_deleted_one_resumes(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(pod, "JOB_FOLDER", str(tmp_path))
     job = {
         "name": "run", "model": {"shape": "tiny"}, "data": {"source": "synthetic", "seq_len": 16, "record_ids": True},
-        "train": {"steps": 30, "global_batch": 4, "eval_every": 0}, "checkpoint": {"every": 0},
+        "train": {"steps": 1_000_000, "global_batch": 4, "eval_every": 0}, "checkpoint": {"every": 0},
         "resilience": {"rebalance": False, "spares": 0, "node_lost_s": 60}, "watch": {"every": 1},
         "cluster": {
             "device": "cpu", "nodes": 2, "devices_per_node": 1, "image": "weft:cpu", "volumes": [f"runs:{tmp_path}"],
@@ -247,13 +247,17 @@ def test_pods_train_and_a_deleted_one_resumes(tmp_path: Path, monkeypatch: pytes
     texts = "".join(path.read_text() for path in sorted(tmp_path.glob("pod-*.txt")))
     assert codes == [75, 75], texts
     assert {policy_action(spec, code) for code in codes} == {"Ignore"}
+    last = step_of(run) + 3
+    short = yaml.safe_load((tmp_path / "submitted.yaml").read_text(encoding="utf-8"))
+    short["train"]["steps"] = last
+    (tmp_path / "submitted.yaml").write_text(yaml.safe_dump(short), encoding="utf-8")
     pods = [start_pod(spec, index, tmp_path, attempt=1) for index in range(2)]
     codes = [each.wait(DEADLINE_S) for each in pods]
     texts = "".join(path.read_text() for path in sorted(tmp_path.glob("pod-*-1.txt")))
     assert codes == [0, 0], texts
     assert "resumed" in texts
     ids = ids_by_step(run)
-    assert sorted(ids) == list(range(1, 31)) and all(len(each) == 4 for each in ids.values())
+    assert sorted(ids) == list(range(1, last + 1)) and all(len(each) == 4 for each in ids.values())
 
 
 def test_a_wrong_job_is_not_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def test_local_launch_is_followed_listed_and_logged(tmp_path: Path, in_process: 
 
 
 def test_detached_launch_is_stopped(tmp_path: Path, in_process: InProcess, interpreter: str) -> None:
-    write_small_job(tmp_path, steps=10_000, python=interpreter)
+    write_small_job(tmp_path, steps=1_000_000, python=interpreter)
     assert in_process(tmp_path, "launch", "job.yaml", "--on", "local", "--detach").code == 0
     run = run_of(tmp_path, "run")
     until(lambda: bool(losses(run)))

@@ -25,9 +25,10 @@ from weft.supervisor.nodes.consensus import (
     NodeRanks,
     Report,
 )
+from weft.supervisor.restart_limit import grown_node_lost_s, idle_attempts
 
 TICK = 0.1
-TROUBLES = ("cut", "link", "pause", "restart", "heal", "break")
+TROUBLES = ("cut", "link", "pause", "restart", "heal", "break", "steady")
 
 
 @dataclass
@@ -42,6 +43,12 @@ class World:
     disk: dict[int, Decision] = field(default_factory=dict)
     commits: list[tuple[float, int, int]] = field(default_factory=list)
     mail: list[tuple[float, int, dict, Decision | None]] = field(default_factory=list)
+    start_s: float = 0.0
+    stop_s: float = 0.0
+    """Time that an attempt needs before its first commit, and that ranks need to stop."""
+    stopping: dict[int, tuple[int, float]] = field(default_factory=dict)
+    grows: bool = True
+    """Whether the heartbeat timeout grows after attempts without a commit."""
 
     def __post_init__(self) -> None:
         self.offsets = [self.chance.uniform(-1e4, 1e4) for _ in range(self.size)]
@@ -75,7 +82,10 @@ class World:
 
     def _act(self, node: int) -> None:
         consensus, now = self.nodes[node], self.clock(node)
-        if consensus.own.state == RUNNING and consensus.trouble(now):
+        attempt, since = self.stopping.get(node, (0, 0.0))
+        if consensus.own.state == RUNNING and attempt != consensus.own.attempt and consensus.trouble(now):
+            attempt, since = self.stopping[node] = consensus.own.attempt, self.now
+        if consensus.own.state == RUNNING and attempt == consensus.own.attempt and self.now >= since + self.stop_s:
             consensus.update(now, state=HALTED)
         if consensus.own.state == HALTED and consensus.decision is not None:
             following = self.disk.get(consensus.decision.number + 1)
@@ -85,9 +95,14 @@ class World:
             number = max([0, *self.disk]) + 1 if consensus.decision is None else proposal.number
             incarnations = {str(n): consensus.reports[n].incarnation for n in proposal.nodes if n != node}
             assignments = tuple(NodeRanks(n, i, 1) for i, n in enumerate(proposal.nodes))
+            before = self.disk.get(number - 1)
+            commits = [c for c in self.commits if c[1] == number - 1]
+            idle = idle_attempts(before.given["idle"], len(commits), self.grows) if before else 0
+            given = {"idle": idle, "lost_s": grown_node_lost_s(LOST_S, idle)}
             decision = Decision(
-                number, node, assignments, given={"incarnations": {**incarnations, str(node): consensus.incarnation}}
-            )
+                number, node, assignments, why=str(self.now),
+                given=given | {"incarnations": {**incarnations, str(node): consensus.incarnation}},
+            )  # fmt: skip
             consensus.adopt(self.disk.setdefault(number, decision), now)
         result = _through_json(consensus.update(now).to_json())
         for other in range(self.size):
@@ -99,6 +114,7 @@ class World:
             and decided.assignments[0].node == node
             and consensus.own.state == RUNNING
             and now < consensus.lease_until()
+            and self.now >= float(decided.why) + self.start_s
         ):
             self.commits.append((self.now, decided.number, node))
 
@@ -139,6 +155,8 @@ def test_commits_never_go_back_to_an_older_attempt(size: int, seed: int, trouble
             world.paused[node] = world.now + seconds
         elif kind == "restart":
             world.restart(node)
+        elif kind == "steady":
+            world.nodes[node].reduce_lost_s(lambda until: None)
         elif kind == "break":
             world.nodes[node].update(world.clock(node), state=HALTED, why="a rank was killed")
         else:
@@ -169,6 +187,25 @@ def test_majority_continues_and_minority_rejoins() -> None:
     world.run(1)
     assert world.disk[3].nodes == {0, 1, 2}
     assert world.commits[-1][1:] == (3, 0)
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_nodes_that_are_often_silent_commit_once_the_timeout_has_grown(grows: bool) -> None:
+    world = World(2, random.Random(0), start_s=10.0, stop_s=1.0, grows=grows)
+    while world.now < 100:  # more than half of the time, node 1 does not run
+        world.run(2)
+        world.paused[1] = world.now + 3
+        world.run(3)
+    assert bool(world.commits) == grows
+    last = world.disk[max(world.disk)]
+    assert last.given["lost_s"] == (9.6 if grows else LOST_S)
+    if grows:
+        assert len(world.disk) == 2
+        world.nodes[0].reduce_lost_s(lambda until: None)
+        world.run(1)
+        assert (world.nodes[0].lost_s_of(1), world.nodes[1].lost_s_of(0)) == (9.6, LOST_S), "each by its own lease"
+    else:
+        assert len(world.disk) > 10
 
 
 def test_tie_has_one_winner_and_single_node_continues() -> None:

@@ -5,12 +5,14 @@ python -m weft.launch.targets.driver FOLDER attached|detached COMMAND…
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
 from types import FrameType
 
@@ -39,13 +41,18 @@ def write_json(path: Path, content: object) -> None:
 
 def run_command(command: list[str]) -> int:
     """Run a command to which stop signals are forwarded. Returns its exit code."""
-    received: list[int] = []
+    received: deque[int] = deque()
     child: subprocess.Popen[bytes] | None = None
+
+    def forward_all() -> None:
+        """Send each signal once; a handler may interrupt this function."""
+        with contextlib.suppress(IndexError):
+            while child is not None:
+                child.send_signal(received.popleft())
 
     def forward(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        if child is not None and child.poll() is None:
-            child.send_signal(number)
+        forward_all()
 
     for number in handled_signals():
         signal.signal(number, forward)
@@ -53,8 +60,7 @@ def run_command(command: list[str]) -> int:
     child = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_parent
     )  # this process has one thread
-    for earlier in received:
-        child.send_signal(earlier)
+    forward_all()
     code = child.wait()
     if code < 0:  # it was killed
         return int(STOP_CODES.get(signal.Signals(-code), Exit.DIFFERS))

@@ -13,7 +13,7 @@ from weft.job.compression import COMPRESSORS
 from weft.planner.calibration import Calibration
 from weft.planner.memory.peak_walk import PARTS
 from weft.planner.model.model_facts import ModelFacts, Size
-from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
+from weft.planner.schedules.registry import LAST_STAGE_ON_FIRST_RANK, SCHEDULE_NAMES, SCHEDULES
 from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts
 from weft.planner.time.compression import residual_bytes
 from weft.planner.time.pipeline import stage_layers
@@ -36,9 +36,7 @@ def weights(model: ModelFacts, layouts: Layouts, index: Size) -> tuple[Size, Siz
     """Weights of pipeline rank `index` on one rank of tp: without experts, and its experts."""
     layers = _layers(model, layouts, index)
     first, last = index == 0, index == layouts.pp - 1
-    last_on_first = np.array([SCHEDULES[name].last_stage_on_first_rank for name in SCHEDULE_NAMES])
-    back = last_on_first[layouts.schedule]
-    has_head = np.where(back & (layouts.pp > 1), first, last)
+    has_head = np.where(LAST_STAGE_ON_FIRST_RANK[layouts.schedule] & (layouts.pp > 1), first, last)
     ends = np.where(first, model.embedding, 0) + np.where(has_head, model.head, 0)
     # tied weights stand on both ends of a pipeline
     ends = ends + np.where(has_head & ~(first & last), model.tied * model.vocab * model.dim, 0)

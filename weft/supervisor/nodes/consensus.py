@@ -10,12 +10,14 @@ whatever the network does.
 - A node commits (metrics, checkpoints) only while its *lease* is valid: for 0.7 × lost_s after the last of its own
   reports that **every** node of the attempt has acknowledged. No node is excluded before lost_s of silence, which is
   longer, so an excluded node has no valid lease when the next attempt is claimed. Only clock rates are compared.
+- A decision sets lost_s for its attempt; within an attempt a node may only reduce its own. Every report has the lost_s
+  of its sender, and others use the newest one they received to judge its silence, so the rule above holds for each.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -27,6 +29,9 @@ LEASE = 0.7
 """Length of a lease as a fraction of lost_s."""
 MINORITY_WAIT_S = 15.0
 """Seconds a minority waits before it continues without the others."""
+
+SILENT = "silent"
+"""The last word of the reason of an attempt that ended because of missing reports."""
 
 RUNNING, HALTED, ENDED = "running", "halted", "ended"
 
@@ -117,6 +122,10 @@ class Report:
     together."""
     safe: int = 0
     """From the leader: all nodes have copied this step, so it must be kept."""
+    lost_s: float = 0.0
+    """Silence after which the sender may be considered lost in its attempt; 0 before its first."""
+    timed_out: bool = False
+    """It halted because of a timeout, not of a fault that it found."""
     sent: float = 0.0
     """The sender's clock at sending."""
     seen: Mapping[int, float] = field(default_factory=dict)
@@ -131,8 +140,8 @@ class Report:
         return cls(
             int(data["node"]), str(data["incarnation"]), int(data["attempt"]), str(data["state"]), str(data["why"]),
             None if code is None else int(code), int(data["slots"]), str(data["address"]), int(data["port"]),
-            bool(data["pausing"]), int(data["copied"]), int(data["target"]), int(data["safe"]), float(data["sent"]),
-            {int(n): float(clock) for n, clock in data["seen"].items()},
+            bool(data["pausing"]), int(data["copied"]), int(data["target"]), int(data["safe"]), float(data["lost_s"]),
+            bool(data["timed_out"]), float(data["sent"]), {int(n): float(clock) for n, clock in data["seen"].items()},
         )  # fmt: skip
 
 
@@ -162,7 +171,9 @@ class Consensus:
         """`elastic`: any `expected` nodes may start the run, instead of those numbered from 0."""
         self.elastic = elastic
         self.me, self.expected, self.incarnation = me, expected, incarnation
-        self.lost_s, self.lease_s, self.minority_wait_s = lost_s, LEASE * lost_s, minority_wait_s
+        self.lost_s = self.job_lost_s = lost_s
+        """Silence after which a node is lost in this attempt, and as the job sets it."""
+        self.minority_wait_s = minority_wait_s
         self.decision: Decision | None = None
         self.own = Report(me, incarnation)
         self.reports: dict[int, Report] = {}
@@ -196,8 +207,9 @@ class Consensus:
         if decision.number <= self.newest or decision.assignment(self.me) is None or meant != self.incarnation:
             return False
         self.decision, self.newest = decision, decision.number
+        self.lost_s = float(decision.given.get("lost_s", self.job_lost_s))
         self.own = replace(self.own, attempt=decision.number, state=RUNNING, why="", code=None, pausing=False)
-        self.own = replace(self.own, copied=0, target=0, safe=0)
+        self.own = replace(self.own, copied=0, target=0, safe=0, lost_s=self.lost_s, timed_out=False)
         self.acknowledged.clear()
         self._trouble_since = None
         # all nodes get lost_s to enter the new attempt
@@ -206,6 +218,18 @@ class Consensus:
         }
         return True
 
+    def reduce_lost_s(self, write_lease: Callable[[float], None]) -> None:
+        """Use the job's lost_s again for the rest of the attempt. The shorter lease must apply before others learn of
+        it: `write_lease` is called in between."""
+        self.lost_s = min(self.lost_s, self.job_lost_s)
+        write_lease(self.lease_until())
+        self.own = replace(self.own, lost_s=self.lost_s)
+
+    def lost_s_of(self, node: int) -> float:
+        """Silence after which a node is lost: its lease ends before."""
+        report = self.reports.get(node)
+        return report.lost_s if report and report.lost_s and report.attempt == self.own.attempt else self.lost_s
+
     def leave(self, number: int) -> None:
         """Attempt `number` was claimed without this node; it now waits to join."""
         self.decision, self.newest = None, max(self.newest, number)
@@ -213,14 +237,14 @@ class Consensus:
         self.acknowledged.clear()
 
     def sees(self, node: int, now: float) -> bool:
-        return node == self.me or now - self.received_at.get(node, -math.inf) < self.lost_s
+        return node == self.me or now - self.received_at.get(node, -math.inf) < self.lost_s_of(node)
 
     def lease_until(self) -> float:
         """Until when this node may commit in its attempt; forever if it is the only node."""
         if self.decision is None:
             return -math.inf
         others = [n for n in self.decision.nodes if n != self.me and not self._ended(n)]  # an ended node claims nothing
-        return min((self.acknowledged.get(n, -math.inf) for n in others), default=math.inf) + self.lease_s
+        return min((self.acknowledged.get(n, -math.inf) for n in others), default=math.inf) + LEASE * self.lost_s
 
     def trouble(self, now: float) -> str:
         """Why the attempt cannot continue, or empty."""
@@ -228,7 +252,7 @@ class Consensus:
             return ""
         if lost := self._lost(now):
             names = f"node {lost[0]} is" if len(lost) == 1 else f"nodes {', '.join(map(str, lost))} are"
-            return f"{names} silent"
+            return f"{names} {SILENT}"
         for node in sorted(self.decision.nodes - {self.me}):
             report = self.reports.get(node)
             if report is None:

@@ -120,9 +120,15 @@ class Membership:
                 return []
             return [n for n in range(self.place.count) if not self.consensus.sees(n, now)]
 
-    def halt(self, why: str = "") -> None:
+    def halt(self, why: str = "", timed_out: bool = False) -> None:
         """Report that this node's ranks have stopped."""
-        self._update(state=HALTED, why=why)
+        self._update(state=HALTED, why=why, timed_out=timed_out)
+
+    def reduce_lost_s(self, attempt: int, write_lease: Callable[[float], None]) -> None:
+        """Use the job's heartbeat timeout again for the rest of this attempt."""
+        with self._changed:
+            if self.consensus.newest == attempt:
+                self.consensus.reduce_lost_s(write_lease)
 
     def end(self, code: int) -> None:
         """Report the end of the run on this node."""

@@ -15,17 +15,18 @@ from pathlib import Path
 from weft.checkpoint.snapshot_replication import ReplicaSender, ReplicaStore, ReplicationRequest, survives_node_loss
 from weft.hardware.network import GLOO, NCCL, interfaces
 from weft.job.compression import parse_compression
-from weft.job.errors import Exit, WeftError
+from weft.job.errors import Exit, MachineError, WeftError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.diagnosis import FaultReport
 from weft.supervisor.local_ranks import CLEAN_EXITS
-from weft.supervisor.nodes.consensus import Decision, NodeRanks, Proposal, Report, keep_ranks_in_place
+from weft.supervisor.nodes.consensus import SILENT, Decision, NodeRanks, Proposal, Report, keep_ranks_in_place
 from weft.supervisor.nodes.membership import Membership, incarnations
 from weft.supervisor.nodes.node_address import NodeAddress
 from weft.supervisor.rank_inspection import POLL_S, kill
 from weft.supervisor.replan import replan
+from weft.supervisor.restart_limit import MAX_SAME_STEP, grown_node_lost_s, idle_attempts
 from weft.supervisor.status_board import TRAINING, Record, StatusBoard
 from weft.supervisor.store_server import StoreServer
 from weft.supervisor.supervisor import ALERT_POLL_S, Supervisor, log, set_up_process
@@ -57,6 +58,8 @@ class NodeSupervisor(Supervisor):
         self.joining_since: float | None = None
         self.blameless: float | None = None
         self.left_out, self.attempt_first, self.closed, self.ending = 0.0, 0, False, False
+        self.steady = 0
+        """The last attempt that committed enough steps to use the job's own timeouts again."""
         self.keeper, self.store_server = ReplicaStore(folder), StoreServer()
         self.nodes = Membership(
             run, place, slots, self.decide, lambda: None, self.note, lost_s=job.resilience.node_lost_s,
@@ -69,10 +72,17 @@ class NodeSupervisor(Supervisor):
 
     def _renew(self) -> None:
         """Extend the ranks' lease from a thread, independent of the supervisor's loop."""
+        reduced = 0
         while not self.closed:
             self.board.lease_until = self.nodes.lease_until()
+            if self.steady > reduced:
+                reduced = self.steady
+                self.nodes.reduce_lost_s(reduced, self._write_lease)
             self.board["safe"], self.board["target"] = self.nodes.copies()
             time.sleep(POLL_S)
+
+    def _write_lease(self, until: float) -> None:
+        self.board.lease_until = until
 
     def note(self, text: str) -> None:
         log(f"node {self.place.node}: {text}")
@@ -153,7 +163,14 @@ class NodeSupervisor(Supervisor):
         self.free = sorted(back.values())
         fault = self.open[0]
         subject = "" if fault.rank is None else f"rank {fault.rank} "
-        self.nodes.halt("" if fault.kind == "elsewhere" else f"{subject}{fault.why}")
+        self.nodes.halt("" if fault.kind == "elsewhere" else f"{subject}{fault.why}", self.timed_out())
+
+    def timed_out(self) -> bool:
+        return super().timed_out() or any(f.kind == "elsewhere" and f.why.endswith(SILENT) for f in self.open)
+
+    def reset_timeouts(self) -> None:
+        super().reset_timeouts()
+        self.steady = self.attempt.number
 
     def wait_for_others(self) -> int | None:
         decision, now = self.nodes.decision, time.monotonic()
@@ -219,16 +236,33 @@ class NodeSupervisor(Supervisor):
             ranks = min(slots[node], left)
             assignments.append(NodeRanks(node, plan.world - left, ranks, reports[node].address))
             left -= ranks
-        lost, joined = set(proposal.lost), set(proposal.joined)
+        lost, joined, idle = set(proposal.lost), set(proposal.joined), self.idle_before(before, reports)
+        if idle >= MAX_SAME_STEP:
+            silent = f"the heartbeat timeout was {self.nodes.consensus.lost_s:g} s at last"
+            why = f"gave up after {idle} attempts in a row without a committed step: {proposal.why}; {silent}"
+            self.failed = MachineError(f"{why}. Start the same command again to resume, on faster nodes or a network")
+            return None
         how = "start" if before is None else "shrink" if lost else "grow" if joined else "regroup"
         given = {
             "incarnations": incarnations(reports, nodes),
             "plan": plan.to_json(),
             "lost": sorted(lost),
             "joined": sorted(joined),
+            "idle": idle,
+            "lost_s": grown_node_lost_s(self.settings.node_lost_s, idle),
+            "silent_s": max([self.nodes.consensus.lost_s_of(n) for n in lost], default=0.0),
             "store": [reports[self.place.node].address, reports[self.place.node].port],
         }
         return Decision(proposal.number, self.place.node, tuple(assignments), proposal.why, how, given)
+
+    def idle_before(self, before: Decision | None, reports: Mapping[int, Report]) -> int:
+        """Attempts in a row that ended by a timeout without a new step. An attempt that ended without a fault of a rank
+        has lost a connection between nodes."""
+        if before is None:
+            return 0
+        ends = [r for n, r in reports.items() if n in before.nodes and r.attempt == before.number]
+        timed_out = any(r.timed_out for r in ends) or not any(r.why for r in ends)
+        return idle_attempts(before.given.get("idle", 0), self.reached - self.reached_before, timed_out)
 
     def enter(self, decision: Decision) -> None:
         """Start the attempt that the nodes have agreed on."""
@@ -255,7 +289,9 @@ class NodeSupervisor(Supervisor):
         if decision.given["lost"]:
             self.open = [FaultReport("node_lost", None, decision.why, self.committed)]
         self.board.lease_until = self.nodes.lease_until()  # before a rank checks it
-        self.begin(ranks, number=decision.number, environment=environment, how=how)
+        idle = decision.given["idle"]
+        self.grow_timeouts(idle, leads, node_lost_s=decision.given["lost_s"])
+        self.begin(ranks, number=decision.number, environment=environment, how=how, idle=idle)
         self.announced = self.announced or not leads
 
     def slots_for(self, ranks: range) -> dict[int, int] | None:
@@ -281,8 +317,8 @@ class NodeSupervisor(Supervisor):
         for node in decision.given["lost"]:
             self.journal.event(
                 "fault", fault="node_lost", rank=None, position=f"node {node}", step=self.committed,
-                attempt=decision.number - 1, why=f"node {node} was silent for {self.nodes.consensus.lost_s:g} s",
-                detected_after_s=self.nodes.consensus.lost_s,
+                attempt=decision.number - 1, why=f"node {node} was silent for {decision.given['silent_s']:g} s",
+                detected_after_s=decision.given["silent_s"],
             )  # fmt: skip
         if decision.how != "start":
             words = {"shrink": "without node ", "grow": "together with node "}.get(decision.how)
