@@ -79,7 +79,7 @@ def block_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: 
     w = compute_time(model, cluster, layouts, cal)
     ones = np.ones(len(layouts))
     tokens = layouts.microbatch * model.seq_len / layouts.cp
-    size = np.where(layouts.precision == 0, 4.0, 2.0)
+    size = layouts.element_bytes
     row = tokens * model.dim * size
     # tensor parallel: two sums forward and two backward, as large as the residual stream
     near_tp = links.rank_group(cluster, layouts.tp, ones, cal)

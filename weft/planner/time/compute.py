@@ -56,7 +56,7 @@ def compute_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal
     low = np.where(own > wide, cal.low_precision, 1.0)
     fast, plain = own * cluster.reach * cal.matmul * low, wide * cluster.reach * cal.matmul
     memory = cluster.memory_gb_s * 1e9 * MEMORY_SHARE
-    size = np.where(layouts.precision == 0, 4.0, 2.0)
+    size = layouts.element_bytes
     tiles = cluster.units * TILE_ELEMENTS
 
     def product(rows: Size, out: Size, inner: Size, speed: Size) -> Size:

@@ -9,8 +9,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from weft.hardware.probe import GIB
 from weft.planner.calibration import Calibration
-from weft.planner.memory.framework_memory import GIB, framework_memory
+from weft.planner.memory.framework_memory import framework_memory
 from weft.planner.model.cluster_facts import ClusterFacts
 from weft.planner.model.model_facts import ModelFacts, Size
 from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts, distinct
