@@ -61,19 +61,20 @@ def python(
 class Started:
     """A command that runs in the background."""
 
-    def __init__(self, folder: Path, *args: str, under: Sequence[str] = ()):
+    def __init__(self, folder: Path, *args: str, under: Sequence[str] = (), **variables: str):
         self.log = folder / "said.txt"
         with self.log.open("w", encoding="utf-8") as file:
             self.process = Popen(
-                [sys.executable, *under, "-m", "weft", *args], cwd=folder, env=ENV, stdout=file, stderr=file
+                [sys.executable, *under, "-m", "weft", *args], cwd=folder, env=ENV | variables, stdout=file, stderr=file
             )
 
     def ranks(self) -> list[psutil.Process]:
         """The processes it started, in rank order; without processes that have no rank yet."""
         found: dict[int, psutil.Process] = {}
-        for process in psutil.Process(self.process.pid).children():
-            with contextlib.suppress(psutil.Error, KeyError):  # it has just exited, or has no rank
-                found[int(process.environ()["RANK"])] = process
+        with contextlib.suppress(psutil.NoSuchProcess):  # the command has ended
+            for process in psutil.Process(self.process.pid).children():
+                with contextlib.suppress(psutil.Error, KeyError):  # it has just exited, or has no rank
+                    found[int(process.environ()["RANK"])] = process
         return [found[rank] for rank in sorted(found)]
 
     def wait_for(self, what: Callable[[], bool]) -> None:

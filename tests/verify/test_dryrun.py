@@ -65,6 +65,7 @@ def assert_exact(found: DryRun, traffic: bool = True) -> None:
 
 BF16: dict[str, Any] = {"precision": "bf16"}
 FULL, SELECTIVE, TWO_BLOCKS = ({"memory": {"recompute": option}} for option in ("full", "selective", 2))
+CODED: dict[str, Any] = {"memory": {"activations": "fp8"}}
 SGD, MUON, ADAFACTOR, LARS, LAMB = ({"optim": {"name": n}} for n in ("sgd", "muon", "adafactor", "lars", "lamb"))
 EMA: dict[str, Any] = {"train": {"global_batch": 12, "microbatch": 2, "ema": 0.9}}
 CASES: tuple[tuple[dict[str, Any], str, int, dict[str, Any]], ...] = (
@@ -75,6 +76,8 @@ CASES: tuple[tuple[dict[str, Any], str, int, dict[str, Any]], ...] = (
     (GPT2, "dp_shard=3 zero2 tp=2", 3, BF16 | MUON),
     (GPT2, "dp_replicate=2 dp_shard=2 zero3", 3, SGD | TWO_BLOCKS),
     (LLAMA, "zero3 tp=2", 1, FULL | MUON),
+    (LLAMA, "zero3 tp=2", 1, CODED | SGD),
+    (GPT2, "1", 0, BF16 | CODED),
     (WIDE, "tp=4", 3, BF16 | SELECTIVE | ADAFACTOR),
     (GPT2, "pp=3 tp=2 dp_shard=2", 9, BF16),
     (GPT2, "pp2 gpipe", 1, SELECTIVE | SGD),

@@ -38,6 +38,10 @@ class Memory(Section):
     elements of a row, or in 8 bits with master weights of 24 bits (24bit-master, which needs split master weights).
     Values are rounded at random, by seed, step, parameter and element, so every layout rounds alike. Nothing but
     exact is used without being asked for. Vectors are always exact."""
+    activations: Literal["exact", "fp8"] = "exact"
+    """How the activations that blocks save for the backward pass are stored: as they are (exact), or in fp8 (e4m3) with
+    a scale for 128 elements. Statistics of rows, ids, masks and weights stay exact. The forward pass is the same, and
+    gradients have a rounding error. Not used without being asked for."""
     device_gib: float | None = Field(None, gt=0)
     """Memory of a device that a rank may use, if less than it has. It also applies to CPU ranks."""
     disk: str | None = None

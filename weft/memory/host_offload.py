@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
+"""Shape, strides and dtype of a tensor."""
+
 
 @dataclass
 class OffloadedTensors:
@@ -20,6 +23,8 @@ class OffloadedTensors:
     before: OffloadedTensors | None = None
     """The entry offloaded before this one, and so needed after it."""
     arrived: torch.cuda.Event | None = None
+    forms: list[Form | None] = field(default_factory=list)
+    """Of tensors that are stored in fp8, what they were."""
 
 
 class HostOffload:

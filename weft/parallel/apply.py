@@ -18,7 +18,7 @@ from weft.comm.shards import sharded_axes
 from weft.job.compression import parse_compression
 from weft.job.errors import JobError
 from weft.job.registry import listed
-from weft.memory import HostOffload, recompute, recomputed_units, run_in_chunks
+from weft.memory import Fp8Codec, Fp8HostOffload, HostOffload, recompute, recomputed_units, run_in_chunks, save_as_fp8
 from weft.memory.split_master import split_parameters
 from weft.memory.weight_stream import WeightStream, streamed_units
 from weft.mesh import TOWER_AXES, Mesh, ranks_of_a_node
@@ -81,6 +81,11 @@ def parallelize(
             for value in (*model.parameters(), *model.buffers()):
                 value.copy_(_same_everywhere(value.to(mesh.device), mesh))
     recomputed = recomputed_units(list(find_units(model)), plan.recompute)
+    if plan.activations != "exact" and not find_units(model):
+        raise JobError(
+            f"memory.activations={plan.activations} stores what blocks save, and {type(model).__name__} has none; put "
+            "them into an nn.ModuleList or nn.Sequential, or give it an attribute units"
+        )
     check_skip(model, plan)
     tables = spread_tables(model, mesh, plan, seed)
     weights = WeightStream(mesh.device)
@@ -176,6 +181,9 @@ def spread_stage(
     context = Context(cp, SequenceSplit.of(plan, cp.rank)) if cp else None
     between = ("dp_replicate",) if mesh.axis("dp_replicate") is not None and not plan.alone else ()
     offload = HostOffload(mesh.device, plan.host_gib / plan.virtual_stages)
+    codec = Fp8Codec(plan.compile) if plan.activations == "fp8" else None
+    if codec is not None:
+        offload = Fp8HostOffload(mesh.device, plan.host_gib / plan.virtual_stages, codec)
     units = find_units(model)
     away = streamed_units({n: sum(p.numel() for p in u.parameters()) for n, u in units.items()}, plan.weight_share)
     low_halves: dict[str, Tensor] = {}
@@ -201,6 +209,8 @@ def spread_stage(
             if plan.compile:
                 compile_around(modules)
                 compile_parts(unit, ("forward",))
+            if codec is not None:
+                save_as_fp8(unit, codec)
         elif plan.compile:
             compile_parts(unit, getattr(model, "compiled", ()))
         if sharded:

@@ -48,6 +48,7 @@ def describe_plan(job: Job, plan: Plan) -> str:
         *_epoch_rows(job),
         *_stage_rows(plan),
         ("recompute", recompute_text(job, plan)),
+        *([("saved", "activations in fp8, a scale for 128 elements")] if plan.activations == "fp8" else []),
         *_fp8_rows(job, plan),
         *_home_rows(plan),
         *(("tables" if i == 0 else "", line) for i, line in enumerate(table_lines(plan))),
@@ -60,6 +61,8 @@ def describe_plan(job: Job, plan: Plan) -> str:
         last = p.get("communication_last_mib")
         falls = f" on average, {_amount(last)} in the last one" if last is not None else ""
         rows.append(("traffic", f"{_amount(p['communication_mib'])} a rank and step{falls}"))
+    else:
+        rows.append(("memory", "not predicted, nor are time and traffic: a module is known when it is built"))
     lines = [f"{name:10} {text}" for name, text in rows]
     return "\n".join([*lines, *(f"{'because' if i == 0 else '':10} {r}" for i, r in enumerate(plan.reasons))])
 

@@ -31,5 +31,9 @@ MIN_CODED_COLUMNS = 16
 """States of weights with shorter rows stay exact: scales would take the space that codes save."""
 CODED_ELEMENTS = 4 << 20
 """Elements of a state that are encoded at once, which bounds the temporary tensors."""
+ACTIVATION_SCALE_BLOCK = 128
+"""Elements that share a scale in fp8 activations."""
+SMALL_ACTIVATIONS = 8
+"""Saved tensors of less than the size of a block's input divided by this stay exact: statistics of rows."""
 MUON_ITERATIONS = 5
 """Newton–Schulz iterations of one Muon update."""

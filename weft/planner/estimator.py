@@ -137,7 +137,8 @@ def make_estimator(
         memory_gib = min(memory_gib, job.memory.budget_gib / calibration.usable)
     cluster = cluster_facts(job, world, device, memory_gib)
     engine = EngineMemory(job, plan) if calibration.name.startswith("weft") else None
-    return Estimator(model_facts(job), cluster, calibration, job.train.global_batch, engine)
+    facts = replace(model_facts(job), coded=int(job.memory.activations == "fp8"))
+    return Estimator(facts, cluster, calibration, job.train.global_batch, engine)
 
 
 def run_memory(parts: dict[str, float]) -> dict[str, float]:

@@ -137,6 +137,7 @@ def _start_plan(job: Job, world: int | None = None, also: tuple[str, ...] = ()) 
         compression_warmup=_warmup(job),
         bucket_mb=Plan.bucket_mb if job.comm.bucket_mb == "auto" else job.comm.bucket_mb,
         recompute="none" if job.memory.recompute in ("auto", 0) else job.memory.recompute,
+        activations=job.memory.activations,
         fp8=job.fp8.model_dump(mode="json") if precision == "fp8" else {}, allreduce=job.comm.allreduce,
         sync=job.train.sync.mode, sync_every=job.train.sync.period,
     )  # fmt: skip

@@ -56,6 +56,8 @@ class Plan:
     """The job's fp8 section, where the precision is fp8."""
     recompute: str | int = "none"
     """none, selective, full, or how many blocks are recomputed in full."""
+    activations: str = "exact"
+    """How saved activations are stored (memory.activations)."""
     compile: bool = False
     """Blocks are compiled, one after the other."""
     offload: str = "none"

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from weft.planner.plan import Plan
 from weft.verify.routing import Routing
 
 
@@ -37,6 +38,7 @@ TOLERANCE: dict[str, Tolerance] = {
     "fp32": Tolerance(1e-5, 1e-5, 2e-5, 5e-4, 5e-4),
     "bf16": Tolerance(6e-2, 2e-2, 4e-2, 0.1, 0.3),
     "fp16": Tolerance(1e-2, 5e-3, 1e-2, 5e-2, 0.1),
+    "fp8 activations": Tolerance(0.15, 3e-2, 4e-2, 0.1, 0.3),
     "fp8": Tolerance(0.35, 0.15, 0.15, 0.25, 0.6),
 }
 
@@ -110,8 +112,13 @@ class Verdict:
     """What is beyond the tolerance."""
 
 
+def tolerance_name(plan: Plan) -> str:
+    """The key in TOLERANCE of a plan. Activations in fp8 are rounded in blocks that depend on the layout."""
+    return "fp8 activations" if plan.activations == "fp8" and plan.precision != "fp8" else plan.precision
+
+
 def compare(layout: str, world: int, reference: Trace, other: Trace, precision: str) -> Verdict:
-    """Compare a run with the reference, by the tolerances of a precision."""
+    """Compare a run with the reference, by the tolerances of a precision (a key of TOLERANCE)."""
     gradients: dict[str, float] = {}
     size, above_floor = 0.0, set(reference.gradients[0])
     for ours, theirs in zip(reference.gradients, other.gradients, strict=True):

@@ -32,7 +32,7 @@ from weft.planner.rules.layout_syntax import parse_layouts, ranks
 from weft.training.build import build_state
 from weft.training.state import State
 from weft.training.step import Stepper
-from weft.verify.compare import Trace, Verdict, compare, moments_of
+from weft.verify.compare import Trace, Verdict, compare, moments_of, tolerance_name
 from weft.verify.routing import RoutingReplay
 
 DEFAULT_LAYOUTS = (
@@ -228,7 +228,7 @@ def prove(
     ):
         reference = _run(pool, reference_job, 1, steps, folder)
         for name, section in named:
-            verdict = _judge(pool, job, name, section, reference, steps, plan.precision, folder)
+            verdict = _judge(pool, job, name, section, reference, steps, tolerance_name(plan), folder)
             if verdict.verdict == "refused" and not layouts:
                 continue
             verdicts.append(verdict)

@@ -48,7 +48,10 @@ def run_and_show(job: Job, layouts: list[str], steps: int, shrink: bool, as_json
 def _show(v: Verdict) -> None:
     figures = [v.max_loss_diff, v.max_grad_diff, v.grad_norm_diff, v.param_diff]
     shown = ["–" if f is None else f"{f:.1e}" for f in figures]
-    print(_row([v.layout, str(v.world), *shown, v.verdict]), flush=True)
+    long = len(v.layout) > WIDTHS[0]  # such as one with several towers: on a line of its own
+    if long:
+        print(v.layout)
+    print(_row(["" if long else v.layout, str(v.world), *shown, v.verdict]), flush=True)
     if v.verdict == "differs":
         routers = "" if v.router_diff is None else f"; scores of the routers: {v.router_diff:.1e}"
         print(f"  {', '.join(v.differs)} beyond tolerance; worst gradient: {v.worst_parameter}{routers}")

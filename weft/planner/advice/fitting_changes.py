@@ -113,6 +113,11 @@ def _ideas(start: PlanStart, needs_gib: float) -> Iterator[list[Idea]]:
         yield [("precision=bf16", job.model_copy(update={"precision": "bf16"}))]
     if job.memory.offload == "none":
         yield [("memory.offload=activations", _with(job, "memory", offload="activations"))]
+    if job.memory.activations == "exact":
+        again = "auto" if job.memory.recompute == "selective" else job.memory.recompute
+        also = " memory.recompute=auto" if again != job.memory.recompute else ""
+        stored = _with(job, "memory", activations="fp8", recompute=again)
+        yield [(f"memory.activations=fp8{also}", stored)]
     yield more(job)
     least = max(1.02 * start.memory_gib, needs_gib if job.parallel == "auto" else 0.0)
     larger = [d for d in DEVICES.values() if d.kind == start.device.kind and d.memory_gib >= least]

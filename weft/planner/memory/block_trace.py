@@ -5,6 +5,7 @@ Each line follows a line of models/transformer.py and what autograd does with it
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -14,10 +15,12 @@ from weft.job.schema import Model
 from weft.planner.engine_constants import LOGITS_BYTES
 from weft.planner.memory.expert_trace import Mixture, routed_backward, routed_forward
 from weft.planner.memory.live_bytes import (
+    CODED_BYTES,
     FP32_BYTES,
     LiveBytes,
     PassBytes,
     Sizes,
+    encoding,
     enter,
     into_region_backward,
     keeps_input,
@@ -44,10 +47,16 @@ def block_bytes(m: Model, z: Sizes, mix: Mixture | None = None) -> BlockBytes:
     tape.take(x=x)
     _block_forward(tape, m, z, mix)
     kept, forward = tape.live - x, tape.peak - x
+    whole, decoded = kept, 0.0 * x
+    if z.coded:
+        largest, _ = tape.encode(x, z.c)
+        working = np.minimum(forward, 3 * largest * z.c + 2 * x)  # other tensors are freed as the forward pass goes on
+        kept = tape.live - x * CODED_BYTES / z.c
+        forward, decoded = kept + working + encoding(largest), 2 * largest * z.c
     tape.take(dy=x)
     start = tape.peak = tape.live
     _block_backward(tape, m, z, mix)
-    none = PassBytes(kept, forward, tape.peak - start, start - tape.at_expert_gradients)
+    none = PassBytes(kept, forward, tape.peak - start + decoded, start - tape.at_expert_gradients)
     again = LiveBytes(frozen=m.lora is not None)
     again.take(x=x, dy=x)
     _block_forward(again, m, z, mix)
@@ -56,9 +65,16 @@ def block_bytes(m: Model, z: Sizes, mix: Mixture | None = None) -> BlockBytes:
         again.peak = again.live  # the forward pass that runs again stops before its last product
     _block_backward(again, m, z, mix)
     inner = 3 * x - again.at_expert_gradients
-    some = np.minimum(selective_kept(m, z, mix), kept)
+    some = np.minimum(selective_kept(m, z, mix), whole)
     selective = PassBytes(some, forward, again.peak - 2 * x - some, inner + some - x)
-    return BlockBytes(none, selective, PassBytes(x, forward, again.peak - 3 * x, inner))
+    full = PassBytes(x, forward, again.peak - 3 * x, inner)
+    return BlockBytes(none, selective, coded_pass(full, z, x) if z.coded else full)
+
+
+def coded_pass(p: PassBytes, z: Sizes, whole: Size) -> PassBytes:
+    """A pass that stores what it keeps in fp8, from bytes in the compute dtype, and decodes all of it at once."""
+    kept = p.kept * CODED_BYTES / z.c
+    return replace(p, kept=kept, forward=p.forward + kept, backward=p.backward + whole)
 
 
 def selective_kept(m: Model, z: Sizes, mix: Mixture | None) -> Size:

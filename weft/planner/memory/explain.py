@@ -49,7 +49,10 @@ def _terms(job: Job, plan: Plan, memory: EngineMemory, index: int) -> dict[str, 
     gradients += ": whole until the last microbatch is done" if whole else ", as far as they exist at the peak"
     state = states["optimizer"] / max(facts["held"], 1.0)
     tokens = plan.microbatch * (1 if job.model.is_stack else job.data.seq_len) / plan.cp
-    blocks = f"{facts['blocks']:.0f} blocks × {facts['kept'] / GIB:.3f} GiB kept ({tokens:,.0f} tokens, recompute "
+    stored = "in fp8, " if plan.activations == "fp8" else ""
+    blocks = (
+        f"{facts['blocks']:.0f} blocks × {facts['kept'] / GIB:.3f} GiB kept ({tokens:,.0f} tokens, {stored}recompute "
+    )
     flight = f" × {facts['in_flight']:g} microbatches in flight" if plan.pp > 1 else ""
     width = 4 if plan.precision == "fp32" else 2
     stay = f" + {here} × {width} B (gathered for the step)" if shards > 1 and memory.keeps_gathered(layouts) else ""

@@ -10,7 +10,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from weft.job.schema import Model
+<<<<<<< HEAD
 from weft.planner.model.model_facts import Size
+=======
+from weft.planner.engine_constants import ACTIVATION_SCALE_BLOCK, CODED_ELEMENTS, SMALL_ACTIVATIONS
+from weft.planner.model.model_facts import Size
+>>>>>>> main
 
 FP32_BYTES = 4
 
@@ -52,6 +57,25 @@ class LiveBytes:
         else:
             self.flash(size)
 
+    def encode(self, x: Size, c: int) -> tuple[Size, Size]:
+        """Store what is held in fp8, except for small tensors. `x` are the bytes of a block's input, `c` those of an
+        element. Returns the elements of the largest tensor and of all that are stored."""
+        largest: Size = 0.0
+        stored: Size = 0.0
+        for name, size in self.held.items():
+            elements = size / (FP32_BYTES if name in FP32_TENSORS else c)
+            coded = (elements >= x / c / SMALL_ACTIVATIONS) & (name not in EXACT_TENSORS)
+            self.held[name] = np.where(coded, elements * CODED_BYTES, size)
+            largest, stored = np.maximum(largest, elements * coded), stored + elements * coded
+        self.live = sum(self.held.values())
+        return largest, stored
+
+
+FP32_TENSORS = frozenset({"n_f", "n_y", "n2_f", "n2_y", "qn_f", "qn_y", "kn_f", "kn_y", "wide", "scores", "logits"})
+"""Names of tensors in fp32 in any precision."""
+EXACT_TENSORS = frozenset({"lse", "choice", "order", "trip", "matrix", "lent"})
+"""Names of what is not an activation: statistics, indices and weights."""
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -77,6 +101,19 @@ class Sizes:
     """Whether gradients of a unit's weights are kept until all of them are there."""
     fused: bool
     """One kernel for a norm (GPUs); on a CPU an RMS norm consists of several operators in fp32."""
+    coded: bool = False
+    """Whether saved activations are stored in fp8."""
+
+
+CODED_BYTES = 1 + FP32_BYTES / ACTIVATION_SCALE_BLOCK
+"""Bytes of an element in fp8, with its share of a scale."""
+ENCODING_BYTES = 13
+"""Bytes of temporary tensors for each element that is encoded."""
+
+
+def encoding(elements: Size) -> Size:
+    """Bytes of temporary tensors while a tensor is encoded, part by part."""
+    return ENCODING_BYTES * np.minimum(elements, CODED_ELEMENTS)
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,15 @@ import numpy as np
 
 from weft.job.schema import Job, Model
 from weft.planner.engine_constants import FP8_LOGITS_CHUNKS, LOGITS_BYTES
-from weft.planner.memory.block_trace import BlockBytes, block_bytes, head_bytes, selective_kept
+from weft.planner.memory.block_trace import BlockBytes, block_bytes, coded_pass, head_bytes, selective_kept
 from weft.planner.memory.expert_trace import Mixture
+<<<<<<< HEAD
 from weft.planner.memory.live_bytes import FP32_BYTES, PassBytes, Sizes
 from weft.planner.model.model_facts import Size
+=======
+from weft.planner.memory.live_bytes import CODED_BYTES, FP32_BYTES, PassBytes, Sizes
+from weft.planner.model.model_facts import Size
+>>>>>>> main
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts, distinct
 
@@ -111,7 +116,7 @@ def _sample_bytes(job: Job) -> float:
     return 8.0 + seq * (8 + 8 + 1 + (16 if job.data.separates_documents else 0))
 
 
-def _sizes(job: Job, layouts: Layouts, flags: dict[str, Any], fused: bool) -> Sizes:
+def _sizes(job: Job, layouts: Layouts, flags: dict[str, Any], plan: Plan) -> Sizes:
     m, tp = job.model, layouts.tp
     tokens = layouts.microbatch * job.data.seq_len / layouts.cp
     head_dim = m.head_dim or 0
@@ -119,7 +124,7 @@ def _sizes(job: Job, layouts: Layouts, flags: dict[str, Any], fused: bool) -> Si
         rows=tokens / tp if flags["sequence"] else tokens, tokens=tokens, dim=m.dim or 0,
         heads=(m.heads or 0) * head_dim / tp, kv=(m.kv_heads or 0) * head_dim / tp, scores=(m.heads or 0) / tp,
         ffn=(m.ffn or 0) / tp, c=FP32_BYTES if flags["fp32"] else 2, tp=flags["tp"], sequence=flags["sequence"],
-        retain=flags["retain"], fused=fused,
+        retain=flags["retain"], fused=plan.device == "cuda", coded=plan.activations == "fp8",
     )  # fmt: skip
 
 
@@ -138,7 +143,7 @@ def _mixture(job: Job, layouts: Layouts, flags: dict[str, Any], guests: int) -> 
 def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, Any]) -> Passes:
     job, plan = memory.job, memory.plan
     m, seq = job.model, job.data.seq_len
-    z = _sizes(job, layouts, flags, fused=plan.device == "cuda")
+    z = _sizes(job, layouts, flags, plan)
     mix = _mixture(job, layouts, flags, plan.ep_copies)
     if flags["long"]:
         dense = _chunked_block(z)
@@ -162,6 +167,8 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
     end, head_grad = head_bytes(m, z, vocab, targets, memory.device)
     if flags["compiled"] and mix is None:
         end = _compiled_head(job, z, vocab)
+    if z.coded:  # the head keeps the last block's output as it is
+        end = replace(end, kept=end.kept + z.rows * z.dim * (z.c - CODED_BYTES))
     gates = 2 if m.gated else 1
     wide = z.ffn if mix is None else (mix.uses * mix.ffn + z.tokens * mix.shared) / z.tokens
     later = z.tokens * z.c * (z.heads + 2 * z.kv + gates * wide) + 4 * hidden
@@ -176,9 +183,12 @@ def _stream_blocks(block: BlockBytes, z: Sizes, seq: int, device: str) -> tuple[
     scores = (2.0 if device == "cpu" else 0.0) * z.tokens * seq * z.scores * z.c
     x = z.rows * z.dim * z.c
     cross = z.tokens * (2 * z.heads + 2 * z.kv) * z.c + 2 * x
+    stored = CODED_BYTES / z.c if z.coded else 1.0
 
     def larger(p: PassBytes, more: Size, stays: bool) -> PassBytes:
-        return replace(p, kept=p.kept + more * stays, forward=p.forward + more, backward=p.backward + more + scores)
+        return replace(
+            p, kept=p.kept + more * stays * stored, forward=p.forward + more, backward=p.backward + more + scores
+        )
 
     encoder = BlockBytes(*(larger(p, scores, i == 0) for i, p in enumerate(block)))
     decoder = BlockBytes(*(larger(p, 2 * scores + cross, i == 0) for i, p in enumerate(block)))
@@ -213,6 +223,7 @@ def _chunked_block(z: Sizes) -> BlockBytes:
     kept = (z.rows * z.dim + z.tokens * z.heads) * z.c
     working = z.tokens * z.c * (4 * z.heads + 4 * z.kv) + 5 * z.rows * z.dim * z.c
     one = PassBytes(kept, working, working)
+    one = coded_pass(one, z, kept) if z.coded else one
     return BlockBytes(one, one, one)
 
 
@@ -229,11 +240,10 @@ def _compiled_block(job: Job, z: Sizes) -> BlockBytes:
     x = z.tokens * z.dim * z.c
     back = 2 * z.ffn * z.tokens * z.c + 2 * x
     some = selective_kept(m, z, None) - x  # the output of the last product is not needed again
-    return BlockBytes(
-        PassBytes(whole, whole, back),
-        PassBytes(some, whole, back + whole - some),
-        PassBytes(x, whole, back + whole - x),
-    )
+    none, full = PassBytes(whole, whole, back), PassBytes(x, whole, back + whole - x)
+    if z.coded:  # the compiled passes write and read all of it as it is
+        none, full = coded_pass(none, z, whole), coded_pass(full, z, x)
+    return BlockBytes(none, PassBytes(some, whole, back + whole - some), full)
 
 
 def _compiled_head(job: Job, z: Sizes, vocab: Size) -> PassBytes:
@@ -259,6 +269,9 @@ def _mlp_passes(memory: PassTables, layouts: Layouts, flags: dict[str, Any]) -> 
     x = layouts.microbatch * float(dim) * c
     weight = dim * dim * c / layouts.tp
     none, full = PassBytes(2 * x, 3 * x, 3 * x + weight), PassBytes(x, 3 * x, 4 * x + weight)
+    if memory.plan.activations == "fp8":
+        stored = CODED_BYTES / c
+        none, full = replace(none, kept=2 * x * stored, backward=none.backward + x), replace(full, kept=x * stored)
     loss = 3 * layouts.microbatch * float(dim) * FP32_BYTES
     zero = 0.0 * x
     return Passes(BlockBytes(none, none, full), None, PassBytes(zero, zero, zero), PassBytes(zero, loss, loss), zero, x,

@@ -78,6 +78,8 @@ class ModelFacts:
     """Bytes of a block's weight that is not trained: 2, or less where it is quantized."""
     kept_outputs: Size = 0
     """1 where adapters scale the output of every product, which is then kept (LLaMA-Adapter V2)."""
+    coded: Size = 0
+    """1 where saved activations are stored in fp8."""
     in_flight: Size = 1.0
     """Microbatches that a pipeline holds, over those of its schedule's entry: 2 for ZB-2p."""
 

@@ -57,6 +57,16 @@ def recompute_rule(job: Job, plan: Plan) -> str | None:
     return None
 
 
+def activations_rule(job: Job, plan: Plan) -> str | None:
+    """Activations in fp8 are those that autograd saves; selective recompute keeps its own."""
+    if plan.activations == "exact" or plan.recompute != "selective" or plan.long:
+        return None
+    return (
+        f"memory.activations={plan.activations} stores what autograd saves, and memory.recompute=selective keeps "
+        "outputs of operators besides; recompute=none or full would work"
+    )
+
+
 def tiers_rule(job: Job, plan: Plan) -> str | None:
     """States outside of the device need an optimizer of this rank's own, and settings that have an effect."""
     memory = job.memory

@@ -138,7 +138,7 @@ def _recomputes(job: Job, options: Iterable[str]) -> tuple[str, ...]:
     """The recompute modes to try; a number of blocks counts as a partial `full`."""
     asked = job.memory.recompute
     if asked == "auto":
-        return tuple(options)
+        return tuple(o for o in options if job.memory.activations == "exact" or o != "selective")
     return ("full" if asked else "none",) if isinstance(asked, int) else (asked,)
 
 

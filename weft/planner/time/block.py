@@ -39,6 +39,8 @@ class BlockTime:
     cp_forward: Size
     cp_backward: Size
     ep: Size
+    coding: Size
+    """Encoding of the saved activations in forward, and as much in backward; with full recompute there is none."""
     head: Size
     """Both passes."""
     head_again: Size
@@ -109,6 +111,6 @@ def block_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: 
         backward=_smooth_max(gpu_b, host * cal.host_backward, cal.host_blend) * ratio,
         weights=w.weights * ratio,
         again=w.inner * ratio, gpu_forward=gpu_f, gpu_backward=gpu_b, gpu_again=w.inner, tp=tp, cp_forward=cp_f,
-        cp_backward=cp_b, ep=ep, head=head + w.head_backward, head_again=head * cal.head_again,
+        cp_backward=cp_b, ep=ep, coding=w.coding, head=head + w.head_backward, head_again=head * cal.head_again,
         embedding=w.embedding, row_bytes=row,
     )  # fmt: skip

@@ -38,6 +38,8 @@ class ComputeTime:
     """The part of forward that selective recompute repeats."""
     head_forward: Size
     head_backward: Size
+    coding: Size
+    """Encoding of what is saved in fp8, and as much for decoding it."""
     embedding: Size
 
 
@@ -126,6 +128,7 @@ def compute_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal
     head_f, head_b = both(rows, model.vocab / tp, model.dim, head_speed)
     logits = rows * model.vocab / (1 if cal.logits_whole else tp) * LOGIT_BYTES / memory * cal.traffic
     has_head = np.asarray(model.vocab) > 0
+    stored = 4 * model.dim / np.where(layouts.sequence, tp, 1) + 2 * (q + kv + np.maximum(model.gates, 1) * hidden) / tp
     return ComputeTime(
         forward=forward,
         backward=backward,
@@ -138,5 +141,6 @@ def compute_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal
         ),
         head_forward=np.where(has_head, head_f + logits, 0.0),
         head_backward=np.where(has_head, head_b + logits, 0.0),
+        coding=model.coded * tokens * stored * (size + 1) / memory * cal.traffic,
         embedding=np.where(has_head, tokens * model.dim * size * 4 / memory, 0.0),
     )

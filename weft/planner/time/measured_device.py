@@ -32,7 +32,8 @@ def step_seconds(job: Job, plan: Plan, measured: Measured) -> float | None:
     again = recomputed_share(plan, m)
     kept = plan.recompute == "selective"  # only what is neither a matrix product nor attention is recomputed
     once = (1 if kept else 1 + again) * (ahead + forward) + (1 + again) * rest / 3 / scale
-    block = once + back + backward + 2 * rest / 3 / scale + casts
+    coding = 2 * saved_bytes(job, tokens) * (1 - again) / scale if plan.activations == "fp8" else 0.0
+    block = once + back + backward + 2 * rest / 3 / scale + casts + coding
     head = _head_seconds(job, plan, measured)
     parameters = sum(prod(w.shape) for w in stage_weights(m, plan, 0))
     fastest = max(measured.copy_gb_s.values()) * 1e9
@@ -88,6 +89,14 @@ def elementwise_bytes(job: Job, tokens: float) -> float:
     rope = 96.0 * turned if m.positions == "rope" else 0.0
     gates = (2 + 3 + 6 + 3) * 2.0 * ffn if m.gated else (2 + 3) * 2.0 * ffn
     return tokens * (rope + gates + (2 * 2 + 2 * 3 + 2 * 4 + 4 * 3) * 2.0 * dim)
+
+
+def saved_bytes(job: Job, tokens: float) -> float:
+    """Bytes read and written when the saved activations of a block are encoded in fp8, or decoded."""
+    m = job.model
+    width = m.head_dim or 0
+    elements = 4 * (m.dim or 0) + 2 * ((m.heads or 0) + (m.kv_heads or 0)) * width + 2 * (1 + m.gated) * (m.ffn or 0)
+    return tokens * elements * 3.0
 
 
 def _matched(job: Job, plan: Plan, measured: Measured) -> float:

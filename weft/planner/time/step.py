@@ -12,6 +12,7 @@ import numpy as np
 from weft.hardware.probe import GIB
 from weft.planner.calibration import Calibration
 from weft.planner.memory.framework_memory import framework_memory
+from weft.planner.memory.live_bytes import CODED_BYTES
 from weft.planner.model.cluster_facts import ClusterFacts
 from weft.planner.model.model_facts import ModelFacts, Size
 from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts, distinct
@@ -153,6 +154,11 @@ def _step_times(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal:
     some = layouts.recompute == RECOMPUTES.index("selective")
     again = np.where(layouts.recompute_blocks >= 0, np.ceil(layouts.recompute_blocks / pp), here)
     share = np.minimum(again / np.maximum(here, 1), 1)
+    coding = block.coding * (1 - full * share)
+    block = replace(
+        block, forward=block.forward + coding, gpu_forward=block.gpu_forward + coding,
+        backward=block.backward + coding, gpu_backward=block.gpu_backward + coding,
+    )  # fmt: skip
     backward = block.backward + np.where(full, block.forward, np.where(some, block.again, 0.0)) * share
     gpu_again = np.where(full, block.gpu_forward, np.where(some, block.gpu_again, 0.0)) * share
 
@@ -177,7 +183,8 @@ def _step_times(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal:
     )
     dp = np.where(layouts.dp * layouts.cp > 1, dp, 0.0)
     offloaded = layouts.offload == OFFLOADS.index("activations")
-    offload = np.where(offloaded, 2 * block.row_bytes * here * count / (cluster.host_gb_s * 1e9), 0.0)
+    stored = np.where(np.asarray(model.coded) > 0, CODED_BYTES / np.where(layouts.precision == 0, 4.0, 2.0), 1.0)
+    offload = np.where(offloaded, 2 * block.row_bytes * stored * here * count / (cluster.host_gb_s * 1e9), 0.0)
     nodes = np.maximum(1, layouts.world / cluster.node_size)
     busy = passed + messages + dp + exchange.optimizer + offload + cal.step_ms * 1e-3
     waiting = busy * cal.jitter * np.log2(nodes)
