@@ -10,12 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from weft.job.schema import Model
-<<<<<<< HEAD
-from weft.planner.model.model_facts import Size
-=======
 from weft.planner.engine_constants import ACTIVATION_SCALE_BLOCK, CODED_ELEMENTS, SMALL_ACTIVATIONS
 from weft.planner.model.model_facts import Size
->>>>>>> main
 
 FP32_BYTES = 4
 

@@ -11,13 +11,8 @@ from weft.job.schema import Job, Model
 from weft.planner.engine_constants import FP8_LOGITS_CHUNKS, LOGITS_BYTES
 from weft.planner.memory.block_trace import BlockBytes, block_bytes, coded_pass, head_bytes, selective_kept
 from weft.planner.memory.expert_trace import Mixture
-<<<<<<< HEAD
-from weft.planner.memory.live_bytes import FP32_BYTES, PassBytes, Sizes
-from weft.planner.model.model_facts import Size
-=======
 from weft.planner.memory.live_bytes import CODED_BYTES, FP32_BYTES, PassBytes, Sizes
 from weft.planner.model.model_facts import Size
->>>>>>> main
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts, distinct
 
