@@ -116,8 +116,6 @@ def test_a_plan_that_does_not_fit(job: Path, weft: Weft) -> None:
     assert costs == sorted(costs)
     for change in output["changes"]:
         assert change["peak_memory_gib"] <= change["memory_limit_gib"]
-    _, out, _ = weft(job, "model=llama-70b", "cluster.nodes=1")
-    assert "would fit with" in out and output["changes"][0]["change"] in out
 
 
 EIGHT = ("cluster.nodes=1", "model=llama-1b")
@@ -126,7 +124,7 @@ EIGHT = ("cluster.nodes=1", "model=llama-1b")
 @pytest.mark.parametrize(
     ("changes", "code", "texts"),
     [
-        ((*EIGHT, "memory.budget_gib=1"), 3, ("of 1.0 GiB", "memory.budget_gib=1 allows 1.00, so ")),
+        ((*EIGHT, "memory.budget_gib=1"), 3, ("of 1.0 GiB", "memory.budget_gib=1 allows 1.00, so ", "would fit with")),
         ((*EIGHT, "train.steps=10", "parallel.pp=8", "train.global_batch=1"), 0, ("; 1f1b, 1 microbatch\n", "0.0")),
         ((*EIGHT, "parallel.dp_shard=8", "train.steps=10"), 0, (" kWh, 0.",)),
         (

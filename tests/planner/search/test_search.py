@@ -121,7 +121,7 @@ def test_recompute_by_block_is_only_as_much_as_memory_asks_for() -> None:
 @given(less=st.floats(12, 140), more=st.floats(0, 100))
 def test_more_memory_never_makes_a_fitting_plan_unfit(less: float, more: float) -> None:
     job = job_of("llama-8b", 2, 32, 2048)
-    space = job_space(job, 16, "bf16").restricted(schedules=(("1f1b", (1,)), ("zbv", (2,))))
+    space = job_space(job, 16, "bf16").restricted(schedules=(("1f1b", (1,)), ("zbv", (2,))), cp=(1,))
     layouts = all_layouts(space)
     small, large = (estimator_of(job, memory_gib=gib) for gib in (less, less + more))
     assert (~small.estimate(layouts).fits | large.estimate(layouts).fits).all()
