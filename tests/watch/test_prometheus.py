@@ -1,7 +1,6 @@
 """Metrics for Prometheus: accepted by promtool, scraped by a real server, and the recipes' rules are valid."""
 
 import json
-import socket
 import subprocess
 import threading
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from helpers.command import DEADLINE_S
+from helpers.real_clusters import free_ports
 
 from weft.job.load import load_job
 from weft.job.run_folder import RunDir
@@ -19,12 +19,6 @@ from weft.watch.journal import read_jsonl
 from weft.watch.prometheus import PrometheusSink, metric_of
 
 MONITORING = Path(__file__).parents[2] / "recipes/monitoring"
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def fed(run: RunDir, target: int | str) -> PrometheusSink:
@@ -59,7 +53,7 @@ def test_rules_and_dashboard_name_existing_metrics(tmp_path: Path, make_run: Cal
 
 
 def test_a_real_prometheus_scrapes_the_port(tmp_path: Path, make_run: Callable[..., RunDir]) -> None:
-    sink, own = fed(make_run(tmp_path / "run", steps=5), 0), free_port()
+    sink, own = fed(make_run(tmp_path / "run", steps=5), 0), free_ports(1)
     assert sink.server is not None
     port = sink.server.server_address[1]
     config = {"global": {"scrape_interval": "1s"}, "scrape_configs": [

@@ -18,7 +18,7 @@ from weft.planner.engine_constants import (
     STREAMED_PIECE_ELEMENTS,
 )
 from weft.planner.memory.live_bytes import FP32_BYTES
-from weft.planner.model.facts import Size
+from weft.planner.model.model_facts import Size
 from weft.planner.model.parameters import unit_weights
 from weft.planner.model.weight_table import Weight
 from weft.planner.search.candidates import Layouts
