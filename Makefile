@@ -18,7 +18,9 @@ train: $(READY)
 # One worker more than cores: many tests wait for processes.
 WORKERS = $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1, 8))')
 
+# Compiled first, or in a new checkout each worker would compile all of weft.
 test: $(READY) system
+	@$(BIN)/python -m compileall -q weft
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # Needs an NVIDIA GPU; without one it says so and exits 4.

@@ -17,14 +17,16 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import fmean
 
 import weft
+from weft.convert.settings import Result, Rule, Settings, Table, find_rule
 from weft.job.errors import JobError
 
 ROOT = Path(__file__).resolve().parent.parent
+VALUES = "known here: "
 BLOCK = re.compile(r"(<!-- made: ([\w -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -236,7 +238,67 @@ def what_fits() -> str:
     return "\n".join(rows)
 
 
+def own_code() -> str:
+    """What the adapters of other libraries take, ignore and refuse, from the tables that they apply."""
+    from weft import hvd
+    from weft.adapters import accelerator, lightning_callbacks, lightning_loop
+    from weft.adapters.deepspeed_engine import DeepSpeedEngine
+    from weft.adapters.hf_trainer import HANDLED, WITHOUT_EFFECT, WeftTrainer
+    from weft.convert.deepspeed import DEEPSPEED
+    from weft.convert.training_arguments import TABLE
+
+    def names(found: Iterable[str]) -> str:
+        return ", ".join(f"`{name}`" for name in sorted(found)) or "none"
+
+    def methods(kind: type) -> str:
+        return names(n for n, v in vars(kind).items() if n[0] != "_" and (callable(v) or isinstance(v, property)))
+
+    def refused(table: Table) -> dict[str, str]:
+        """By setting, why it is refused, or which values are not."""
+        notes = {key: found.note for key, rule in table.items() if (found := probed(rule)).status == "no counterpart"}
+        return {
+            key: f"values: {note.removeprefix(VALUES)}" if note.startswith(VALUES) else f"refused: {note}"
+            for key, note in notes.items()
+        }
+
+    def probed(rule: Rule) -> Result:
+        try:
+            return rule(True, Settings())
+        except (TypeError, ValueError, KeyError, AttributeError):
+            return Result()
+
+    skipped = ("optimizer.", "scheduler.", "zero_optimization.offload")
+    config = {key: rule for key, rule in DEEPSPEED.table.items() if not key.startswith(skipped)}
+    taken = dict.fromkeys((*HANDLED, *WITHOUT_EFFECT), TABLE["seed"])
+    others = {key: rule for key, rule in TABLE.items() if find_rule(taken, key) is None}
+    rows = [
+        ("Accelerate", "the same", methods(accelerator.Accelerator)),
+        *(("Accelerate", f"refused: {note}", f"`{name}`") for name, note in accelerator.NOT_SUPPORTED.items()),
+        ("DeepSpeed", "the same", methods(DeepSpeedEngine)),
+        *(("DeepSpeed", what, f"`{name}`") for name, what in refused(config).items()),
+        ("DeepSpeed", "refused: needs a job", "`zero_optimization.offload_*`"),
+        ("Horovod", "the same", names(set(hvd.__all__) - {"join"})),
+        ("Horovod", "refused", "`join`, `Adasum`, process sets, `SyncBatchNorm`, Timeline"),
+        ("Lightning", "callbacks: the same", names(lightning_callbacks.KNOWN)),
+        ("Lightning", "callbacks: ignored", names(lightning_callbacks.IGNORED)),
+        ("Lightning", "methods of the module: refused", names(lightning_loop.OVERRIDES)),
+        ("transformers", "the same", methods(WeftTrainer)),
+        ("transformers", "fields of TrainingArguments: the same", names(HANDLED)),
+        ("transformers", "fields of TrainingArguments: without effect",
+         names({*WITHOUT_EFFECT, *(k for k, rule in others.items() if probed(rule).status == "not needed")})),
+        ("transformers", "fields of TrainingArguments: refused, see job=",
+         names(k for k, rule in others.items() if probed(rule).job)),
+        *(("transformers", what, f"`{name}`") for name, what in refused(others).items()),
+    ]  # fmt: skip
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for library, what, shown in rows:
+        grouped.setdefault((library, what), []).append(shown)
+    lines = [f"| {library} | {', '.join(shown)} | {what} |" for (library, what), shown in grouped.items()]
+    return "\n".join(["| library | names | here |", "|---|---|---|", *lines])
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
+    "own code": own_code,
     "what fits": what_fits,
     "faults": faults,
     "pretrained families": pretrained_families,

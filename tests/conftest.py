@@ -20,12 +20,14 @@ if TYPE_CHECKING:  # the process that only hands out tests to others need not im
 
 WORLD = 4
 LONG = (
-    "test_readme", "test_experts", "test_dryrun", "test_pipeline", "test_consistency", "test_compression",
-    "test_code_base", "test_parity", "test_context", "test_layouts", "test_recipe", "test_families", "test_resume",
-    "test_slurm", "test_recovery", "test_local_sgd", "test_plan", "test_fp8_layouts", "test_algorithms", "test_cli",
-    "test_recompute", "test_expert_rebalance", "test_replicas", "test_several_nodes", "test_guards", "test_chaos",
+    "test_families", "test_consistency", "test_dryrun", "test_readme", "test_parity", "test_experts", "test_resume",
+    "test_code_base", "test_pipeline", "test_context", "test_compression", "test_layouts", "test_plan", "test_slurm",
+    "test_recipe", "test_recovery", "test_store_runs", "test_compare", "test_server_runs", "test_fp8_layouts",
+    "test_recompute", "test_replicas", "test_cli", "test_search", "test_several_nodes", "test_streamed",
+    "test_local_sgd", "test_attention", "test_algorithms", "test_expert_rebalance", "test_ssh_and_mpi",
 )  # fmt: skip
-"""Files that take 20 s of CPU and more, the longest first: one that came last would leave the other workers idle."""
+"""Files that take 20 s of CPU and more, the longest first: one that came last would leave the other workers idle.
+test_families brings all files of WITH_TRANSFORMERS with it, which take 100 s."""
 WITH_TRANSFORMERS = ("tests/pretrained/", "tests/adapters/test_hf_trainer.py", "tests/models/test_decoding_cache.py")
 """Importing it takes seconds, so one worker has all tests that do."""
 
@@ -35,6 +37,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for eac
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    from hypothesis import settings
+
+    settings.register_profile("any-machine", deadline=None)  # by default an example fails after 200 ms
+    settings.load_profile("any-machine")
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) == signal.SIG_IGN:  # as in background jobs; runs would inherit it and never stop
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -55,7 +61,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByLibrary(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "hypothesis" in sys.modules:  # each worker would parse all of weft to draw its constants now and then
+        from hypothesis.internal.conjecture import providers
+
+        providers._get_local_constants = lambda: providers._local_constants
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 

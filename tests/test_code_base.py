@@ -18,33 +18,40 @@ MAX_FILES, MAX_LINES = 25, 3500
 """Of the modules that lie directly in one folder."""
 
 
-@cache
-def syntax_tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
 def modules() -> dict[str, Path]:
     """Every module of the package by its dotted name."""
     found = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
     return {name.removesuffix(".__init__"): path for name, path in found.items()}
 
 
+@cache
+def outline(path: Path) -> tuple[list[tuple[ast.Import | ast.ImportFrom, bool]], list[str]]:
+    """Every import of a module, and whether it is for type checking only; the public classes of the module."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found: list[tuple[ast.Import | ast.ImportFrom, bool]] = []
+
+    def visit(node: ast.AST, types: bool) -> None:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.append((node, types))
+        inside = types or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+        for block in ("body", "orelse", "finalbody", "handlers", "cases"):  # expressions have no imports
+            children = getattr(node, block, ())
+            for child in children if isinstance(children, list) else ():
+                visit(child, inside)
+
+    visit(tree, False)
+    return found, [n.name for n in tree.body if isinstance(n, ast.ClassDef) and not n.name.startswith("_")]
+
+
 def imports_of(path: Path, known: dict[str, Path]) -> set[str]:
     """Modules of the package that a module imports anywhere but for type checking."""
     found: set[str] = set()
-
-    def visit(node: ast.AST) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
-                continue
-            if isinstance(child, ast.ImportFrom) and child.module:
-                names = [f"{child.module}.{alias.name}" for alias in child.names]
-                found.update(name if name in known else child.module for name in names)
-            elif isinstance(child, ast.Import):
-                found.update(alias.name for alias in child.names)
-            visit(child)
-
-    visit(syntax_tree(path))
+    for node, types in outline(path)[0]:
+        if isinstance(node, ast.Import) and not types:
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not types:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found.update(name if name in known else node.module for name in names)
     return found & known.keys()
 
 
@@ -108,9 +115,8 @@ def test_names_are_told_apart() -> None:
 def test_class_names_are_unique() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for name, path in modules().items():
-        for node in syntax_tree(path).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].append(name)
+        for public in outline(path)[1]:
+            places[public].append(name)
     repeated = {name: where for name, where in places.items() if len(where) > 1}
     assert not repeated, "\n".join(f"{name}: {', '.join(where)}" for name, where in sorted(repeated.items()))
 
@@ -120,7 +126,7 @@ def test_private_torch_names_live_in_internals_modules() -> None:
     for name, path in modules().items():
         if path.stem.endswith("internals"):
             continue
-        for node in ast.walk(syntax_tree(path)):
+        for node, _ in outline(path)[0]:
             imported: list[str] = []
             if isinstance(node, ast.ImportFrom) and node.module:
                 imported = [f"{node.module}.{alias.name}" for alias in node.names]

@@ -61,7 +61,7 @@ def test_losses_are_those_of_transformers(tmp_path: Path) -> None:
 def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
     for fields, name in (
         ({"push_to_hub": True}, "push_to_hub"), ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
-        ({"optim": "adafactor"}, "optim"),
+        ({"optim": "adafactor"}, "optim"), ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 is not used"),
     ):  # fmt: skip
         with pytest.raises(JobError, match=name):
             WeftTrainer(model=model(), args=arguments(tmp_path, **fields), train_dataset=samples()).train()

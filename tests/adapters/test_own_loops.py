@@ -146,6 +146,8 @@ def test_what_is_not_supported_is_named() -> None:
     config = {"train_batch_size": 8, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
     with pytest.raises(JobError, match="offload needs a job"):
         initialize(model=own_loops.net(), config=config)
+    with pytest.raises(JobError, match=r"sparse_attention\.mode cannot be used"):
+        initialize(model=own_loops.net(), config={"train_batch_size": 8, "sparse_attention": {"mode": "fixed"}})
 
 
 def test_a_second_backward_of_a_step_is_refused() -> None:

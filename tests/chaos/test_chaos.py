@@ -11,6 +11,7 @@ import torch
 from helpers.command import DEADLINE_S, Output, weft, write_job
 
 from weft.chaos.disk import Disk, damage
+from weft.chaos.faults import hold_path
 from weft.chaos.rank_faults import Orders, flip_bit, marker_of, poison
 
 JOB = {
@@ -83,6 +84,9 @@ def test_order_is_executed_once(tmp_path: Path) -> None:
     assert [o["id"] for o in orders.due(9, "forward", ("spike",))] == [2]
     assert orders.first_time(given[0], 5) and not Orders(path, 1).first_time(given[0], 6)
     assert json.loads(marker_of(path, 0, 1).read_text())["step"] == 5
+    assert orders.may_start(10**6)
+    hold_path(path).write_text("7")
+    assert orders.may_start(7) and not orders.may_start(8), "the fault injector is late"
 
 
 def test_damage_to_weights_targets_and_checkpoints(tmp_path: Path) -> None:

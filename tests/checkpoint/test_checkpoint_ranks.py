@@ -345,7 +345,7 @@ TWO: list[Callable[[Ranks], None]] = [
 def _rank(rank: int, world: int, folder: Path, checks: list[Callable[[Ranks], None]]) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / f"store-{world}"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=300))
     ranks, report = Ranks(rank, world, folder), {}
     for check in checks:
         report[check.__name__] = "began"

@@ -66,7 +66,7 @@ def test_a_disk_that_does_not_respond_delays_no_save(tmp_path: Path) -> None:
     slow: Slow = open_folder(tmp_path, events, Slow)
     slow.answers, slow.asked = threading.Event(), threading.Event()
     slow.save(1, tensors(1), {})
-    assert slow.asked.wait(60)
+    assert slow.asked.wait(300)
     for step in range(2, 6):  # each returns, and what is in memory already is written when the disk comes back
         slow.save(step, tensors(step), {})
     refused = [fields["step"] for name, fields in events if name == "checkpoint_failed"]

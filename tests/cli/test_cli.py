@@ -15,9 +15,8 @@ import torch
 from helpers.command import Output, python, weft, write_job
 from safetensors.torch import load_file
 
-import weft as package
 from weft.checkpoint.reader import load_full
-from weft.job import Job, load_job
+from weft.job import load_job
 from weft.job.errors import Exit
 from weft.job.run_folder import RunDir
 from weft.training.export import newest
@@ -44,11 +43,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(folder: Path) -> RunDir:
     """A run that Python asked for: weft.train(job) of the same job file."""
-    job = load_job(str(folder / "job.yaml"), [f"runs_dir={folder / 'runs'}"])
-    assert isinstance(job, Job)
-    found = package.train(job, nproc=1)
-    assert found.path == folder / "runs" / "tiny"
-    return found
+    code = "import weft; print(weft.train(weft.load_job('job.yaml'), nproc=1).path)"
+    result = python(folder, "-c", code)
+    assert result.code == 0, result.err
+    assert result.out.splitlines()[-1] == str(Path("runs") / "tiny")
+    return RunDir(folder / "runs" / "tiny")
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ def test_resumes_after_a_kill_with_a_worker_pool(source, tmp_path):
             build(**options, out=out)
         process.kill()
         assert process.wait() == -signal.SIGKILL
-    _, alive = psutil.wait_procs(workers, timeout=20)
+    _, alive = psutil.wait_procs(workers, timeout=300)
     assert not alive
     assert not (out / "meta.json").exists()
     assert list((out / ".parts").glob("*.part"))

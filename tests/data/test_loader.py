@@ -130,7 +130,7 @@ def test_prefetch_depth():
     with Loader(data, seed=0, global_batch=1, microbatch=1, dp_rank=0, dp_size=1, prefetch=2) as loader:
         assert data.reads == 0
         next(loader)
-        assert data.third.wait(20)
+        assert data.third.wait(300)
     assert data.reads == 3
     eager = Numbers()
     take(Loader(eager, seed=0, global_batch=1, microbatch=1, dp_rank=0, dp_size=1, prefetch=0), 1)
@@ -143,7 +143,7 @@ def test_closing_ends_the_thread_and_the_iteration():
     next(loader)
     loader.close()
     loader.close()
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # one of another test may have ended
     assert list(loader) == []
     never_read = Loader(Numbers(), seed=0, global_batch=1, microbatch=1, dp_rank=0, dp_size=1)
     never_read.close()

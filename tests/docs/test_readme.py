@@ -23,6 +23,7 @@ import pytest
 from helpers.docs_pages import maker, text_of
 from helpers.forked_python import TEMPLATE_ENV, Popen
 from helpers.interpreter import ForkedInterpreter
+from helpers.self_faults import write_orders
 
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"(?:^<!-- ?([^\n]*?) ?-->\n+)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -108,8 +109,10 @@ def run_block(block, shell, interrupt=False):
 
 
 def run_command(command, shell, interrupt):
-    """Exit code and output of a command. Ctrl-C reaches the whole foreground group, as from a terminal."""
+    """Exit code and output of a command. Ctrl-C is sent to it in step 12."""
     folder, env = shell
+    if interrupt:
+        env = {**env, **write_orders(folder.parent / "orders", {"kind": "launcher SIGINT", "rank": 0, "step": 12})}
     process = Popen(
         command,
         cwd=folder,
@@ -128,9 +131,6 @@ def run_command(command, shell, interrupt):
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
-            if interrupt and re.match(r"step [1-9]\d*/", line):
-                os.killpg(process.pid, signal.SIGINT)
-                interrupt = False
         return process.wait(), "".join(lines)
     finally:
         watchdog.cancel()

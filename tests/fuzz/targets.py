@@ -36,7 +36,7 @@ from .mutate import SCALARS, damage, mutate_bytes, mutate_json, words
 ROOT = Path(__file__).resolve().parents[2]
 OLD_RUN = ROOT / "tests" / "training" / "run-0.1.0"
 CALIBRATIONS = ROOT / "weft" / "hardware" / "calibrations"
-TIME_LIMIT_S = 20.0
+TIME_LIMIT_S = 120.0
 EXIT_CODES = {int(code) for code in Exit}
 KEYS = tuple(sorted(set(known_keys(Job))))
 

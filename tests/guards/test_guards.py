@@ -16,7 +16,7 @@ from weft.watch.journal import read_jsonl
 
 def job(folder: Path, name: str, *overrides: str) -> Job:
     return make_job(
-        "train.steps=37", "train.eval_every=0", "checkpoint.every=20", "train.global_batch=8", "optim.lr=0.001",
+        "train.steps=37", "train.eval_every=0", "checkpoint.every=20", "train.accumulation=1", "optim.lr=0.001",
         f"name={name}", f"runs_dir={folder}", "resilience={rebalance: false, check_every: 1}", *overrides,
     )  # fmt: skip
 

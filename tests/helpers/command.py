@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import subprocess
 import sys
 import time
@@ -61,19 +63,20 @@ def python(
 class Started:
     """A command that runs in the background."""
 
-    def __init__(self, folder: Path, *args: str, under: Sequence[str] = ()):
+    def __init__(self, folder: Path, *args: str, under: Sequence[str] = (), **variables: str):
         self.log = folder / "said.txt"
         with self.log.open("w", encoding="utf-8") as file:
             self.process = Popen(
-                [sys.executable, *under, "-m", "weft", *args], cwd=folder, env=ENV, stdout=file, stderr=file
+                [sys.executable, *under, "-m", "weft", *args], cwd=folder, env=ENV | variables, stdout=file, stderr=file
             )
 
     def ranks(self) -> list[psutil.Process]:
         """The processes it started, in rank order; without processes that have no rank yet."""
         found: dict[int, psutil.Process] = {}
-        for process in psutil.Process(self.process.pid).children():
-            with contextlib.suppress(psutil.Error, KeyError):  # it has just exited, or has no rank
-                found[int(process.environ()["RANK"])] = process
+        with contextlib.suppress(psutil.NoSuchProcess):  # the command has ended
+            for process in psutil.Process(self.process.pid).children():
+                with contextlib.suppress(psutil.Error, KeyError):  # it has just exited, or has no rank
+                    found[int(process.environ()["RANK"])] = process
         return [found[rank] for rank in sorted(found)]
 
     def wait_for(self, what: Callable[[], bool]) -> None:
@@ -120,8 +123,26 @@ def losses(run: RunDir) -> dict[int, list[float]]:
     return output
 
 
+_read_steps: dict[tuple[Path, int], tuple[int, int]] = {}
+"""Of each file of metrics, by path and inode: the bytes that were read, and the highest step in them."""
+
+
 def step_of(run: RunDir) -> int:
-    return max(losses(run), default=0)
+    """The highest recorded step. Tests ask many times a second, so only lines that were added since are read."""
+    if not run.metrics.exists():
+        return 0
+    with run.metrics.open("rb") as file:
+        key = run.metrics, os.fstat(file.fileno()).st_ino
+        done, step = _read_steps.get(key, (0, 0))
+        if file.seek(0, os.SEEK_END) < done:  # begun anew
+            done = step = 0
+        file.seek(done)
+        lines, newline, _ = file.read().rpartition(b"\n")
+    for line in lines.split(b"\n"):
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # the end of a killed process's line
+            step = max(step, json.loads(line)["step"])
+    _read_steps[key] = done + len(lines) + len(newline), step
+    return step
 
 
 def ids_by_step(run: RunDir) -> dict[int, list[int]]:

@@ -153,7 +153,7 @@ def move(job: Job | Planned, folder: str, train: int, file: str) -> int | None:
     return None if found is None else found.step
 
 
-def buffers_after(job: Job, train: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def buffers_after(job: Job | Planned, train: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """This rank's buffers after some steps, before and after the ranks agreed on them."""
     _, _, _, stepper, loader = begin(job)
     for _, batches in zip(range(train), loader, strict=False):

@@ -1,7 +1,7 @@
-"""A rank that kills or stops itself, or kills its supervisor, at the steps of WEFT_FAULTS.
+"""A rank that kills or stops itself, kills its supervisor or signals its launcher, at the steps of WEFT_FAULTS.
 
-A test that did so from another process would come too late on a busy machine. `memory.txt` beside the orders gets the
-path of the run's folder in shared memory.
+A test that did so from another process would come too late on a busy machine. Of a supervised run, `memory.txt` beside
+the orders gets the path of the folder in shared memory.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.supervisor.stop_signals import STOP_SIGNALS
 from weft.training import rank, supervised_rank
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 def write_orders(folder: Path, *orders: Mapping[str, Any]) -> dict[str, str]:
     """Write the orders: kind, rank and step of each. Returns the environment variables of the run."""
+    folder.mkdir(exist_ok=True)
     path = folder / "orders.json"
     base = {"phase": "backward", "moment": 0.5}
     path.write_text(json.dumps([{**base, "id": i, **order} for i, order in enumerate(orders)]), encoding="utf-8")
@@ -34,8 +37,24 @@ def memory_of(folder: Path) -> Path:
     return Path((folder / "memory.txt").read_text(encoding="utf-8"))
 
 
+def was_executed(folder: Path) -> bool:
+    """Whether an order was executed."""
+    return any(folder.glob("*.injected"))
+
+
 def _send(number: signal.Signals) -> Any:
     return lambda device: os.kill(os.getpid(), number)
+
+
+def _send_to_launcher(number: signal.Signals) -> Any:
+    """Send a signal to the launcher, and wait until this rank has received it from there."""
+
+    def send(device: torch.device) -> None:
+        os.kill(int(os.environ["WEFT_LAUNCHER"]), number)
+        while number == signal.SIGKILL or number not in signal.getsignal(number).__self__.received:  # type: ignore[union-attr]
+            time.sleep(0.005)
+
+    return send
 
 
 def _kill_supervisor(device: torch.device) -> None:
@@ -45,13 +64,25 @@ def _kill_supervisor(device: torch.device) -> None:
 
 
 def inject(session: Session) -> None:
-    """Add the faults of the orders to this session."""
-    from weft.chaos.rank_faults import ACTIONS, VARIABLE, arm
+    """Add the faults of the orders to this session. Those of the phase "evaluation" count the step after it."""
+    from weft.chaos.rank_faults import ACTIONS, VARIABLE, FaultyStepper, arm
 
     ACTIONS |= {"kill": _send(signal.SIGKILL), "stop": _send(signal.SIGSTOP), "supervisor": _kill_supervisor}
-    Path(os.environ[VARIABLE]).with_name("memory.txt").write_text(os.environ["WEFT_MEMORY"], encoding="utf-8")
+    ACTIONS |= {f"launcher {s.name}": _send_to_launcher(s) for s in (signal.SIGKILL, *STOP_SIGNALS)}
+    if "WEFT_MEMORY" in os.environ:
+        Path(os.environ[VARIABLE]).with_name("memory.txt").write_text(os.environ["WEFT_MEMORY"], encoding="utf-8")
     arm(session)
+    stepper = session.stepper
+    assert isinstance(stepper, FaultyStepper)
+    evaluate = stepper.evaluate
+
+    def evaluate_with_faults(*args: Any) -> Any:
+        stepper._inject("evaluation")
+        return evaluate(*args)
+
+    stepper.evaluate = evaluate_with_faults  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
-    rank.exit_process(supervised_rank.main(inject))
+    supervised = "WEFT_MEMORY" in os.environ
+    rank.exit_process(supervised_rank.main(inject) if supervised else rank.run_launched_rank(hook=inject))

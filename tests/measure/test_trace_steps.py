@@ -26,11 +26,10 @@ def test_a_pipeline(tmp_path: Path) -> None:
     assert result.code == Exit.DONE, result.err
     found = json.loads(result.out)
     assert found["path"] == str(tmp_path / "all.json") and found["steps"] == [9, 10]
+    assert found["measured_step_ms"] > 0  # of metrics.jsonl, whose clock is read a moment earlier or later
     for rank in found["ranks"]:
         parts = rank["parts_ms"]
-        # metrics.jsonl has the time of rank 0; the steps of other ranks begin and end a little earlier or later
-        measured = rank["step_ms"] if rank["rank"] else found["measured_step_ms"]
-        assert sum(parts.values()) == pytest.approx(measured, rel=0.03)
+        assert sum(parts.values()) == pytest.approx(rank["step_ms"], rel=0.03)
         assert parts["compute"] > 0 and parts["host"] > 0 and parts["bubble"] > 0
     raw = json.loads((tmp_path / "all.json").read_text())
     events = raw["traceEvents"]

@@ -58,7 +58,7 @@ def test_random_shapes(pool: RankPool) -> None:
         layout, sections = case
         job = make_job("optim.name=sgd", "optim.lr=0.1", **sections)
         tried.append(layout)
-        assert not differences(run(pool, job, "1"), run(pool, job, layout)), (layout, sections)
+        assert not differences(run(pool, job, "1", 1), run(pool, job, layout, 1)), (layout, sections)
 
     same_run()
     assert len(set(tried)) >= 8

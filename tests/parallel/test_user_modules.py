@@ -75,7 +75,8 @@ def test_running_statistics_are_averaged_when_saved(pool: RankPool, tmp_path: Pa
     exported = load_file(tmp_path / "model.safetensors")
     assert torch.equal(exported[name[7:]], states["1"][1][name].bfloat16())
     assert exported["batchnorm.num_batches_tracked"].dtype == torch.int64
-    seen = pool.run(on_ranks.buffers_after, 2, with_layout(normed, section("dp_replicate 2")), 2)
+    planned = make_plan(with_layout(normed, section("dp_replicate 2")))
+    seen = pool.run(on_ranks.buffers_after, 2, planned, 2)
     (before, after), (other_before, other_after) = seen
     means = (before[name[7:]].double() + other_before[name[7:]].double()) / 2
     assert not torch.equal(before[name[7:]], other_before[name[7:]])

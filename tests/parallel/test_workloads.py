@@ -107,7 +107,7 @@ def test_a_contrastive_loss_over_all_replicas(pool: RankPool) -> None:
     """Every sample is compared with those of all ranks, and gradients are those of one process."""
     check(pool, towers(), (DATA[0], DATA[3], "pp 2 gpipe × dp_shard 2 zero=3"))
     found = [
-        pool.run(on_ranks.evaluated, ranks(section(layout)), with_layout(towers(), section(layout)))[0]
+        pool.run(on_ranks.evaluated, ranks(section(layout)), make_plan(with_layout(towers(), section(layout))))[0]
         for layout in ("1", DATA[3])
     ]
     assert found[1] == pytest.approx(found[0], rel=1e-6)

@@ -68,6 +68,8 @@ def test_all_reports_of_a_job_agree(part: int, monkeypatch: pytest.MonkeyPatch) 
             continue
         made += 1
         _check(raw, found)
+        if made % 5 == 0 or not found.runner_ups:  # of the others, _check estimates a runner-up again
+            assert found.estimate == estimate_job(found.job, found.plan)
 
 
 def _check(raw: Any, made: Any) -> None:
@@ -77,7 +79,6 @@ def _check(raw: Any, made: Any) -> None:
     assert plan.predicted["memory_gib"] == pytest.approx(output["peak_memory_gib"], rel=1e-12), raw
     if "step_time_s" in plan.predicted:
         assert plan.predicted["step_time_s"] == pytest.approx(output["step_time_s"], rel=1e-12), raw
-    assert output == estimate_job(made.job, plan)
     if not made.fits:
         assert output["peak_memory_gib"] > limit and not output["fits"], raw
         return

@@ -116,3 +116,16 @@ def test_mxfp4(tmp_path: Path) -> None:
     )
     with pytest.raises(JobError, match="in MXFP4 without the exponents of its blocks"):
         weft.from_hf(str(folder))
+
+
+def test_null_and_missing_keys_are_those_of_transformers() -> None:
+    sizes = {k: v for k, v in SIZES.items() if v is not None}
+    mistral = {"model_type": "mistral", **sizes}
+    assert read_fields({**mistral, "sliding_window": None}, "config.json")[1].get("window") is None
+    assert read_fields(mistral, "config.json")[1]["window"] == 4096
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0}
+    scaled = read_fields({**mistral, "rope_parameters": {**yarn, "mscale_all_dim": 0.5}}, "config.json")[1]
+    assert scaled["rope_scaling"]["attention_factor"] == pytest.approx(1.13863 / 1.06931, rel=1e-4)
+    bert = {"model_type": "bert", **{k: v for k, v in sizes.items() if k != "num_key_value_heads"}}
+    with pytest.raises(JobError, match="tie_word_embeddings=False; Weft needs True"):
+        read_fields({**bert, "tie_word_embeddings": False}, "config.json")

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 from helpers import sync_ranks
-from helpers.command import Started, losses, run_of, until, write_job
+from helpers.command import Started, run_of, step_of, until, write_job
 from helpers.parity import BASE, section
 
 from weft.checkpoint.format import newest_good
@@ -74,7 +74,7 @@ def test_kills_do_not_change_the_weights(pool: RankPool, tmp_path: Path, start: 
     started, run = start(tmp_path, "2"), run_of(tmp_path, "ps")
 
     def beyond(step: int) -> None:
-        started.wait_for(lambda: max(losses(run), default=0) > step)
+        started.wait_for(lambda: step_of(run) > step)
 
     started.wait_for(lambda: len(events_of(run, "worker_joined")) == 2)
     beyond(2)
@@ -140,8 +140,8 @@ def test_invalid_clients_are_rejected_and_named(tmp_path: Path, start: Start) ->
         return {e["client"] for e in events_of(run, "rejected")}
 
     started.wait_for(lambda: named() == {2, 4, 6})
-    seen = max(losses(run), default=0)  # an update may be rejected before its round is recorded
-    started.wait_for(lambda: max(losses(run), default=0) > seen + 4)
+    seen = step_of(run)  # an update may be rejected before its round is recorded
+    started.wait_for(lambda: step_of(run) > seen + 4)
     started.process.send_signal(signal.SIGINT)
     ended = started.end()
     assert ended.code == 130, ended.err
@@ -187,11 +187,11 @@ def test_secure_aggregation_survives_a_killed_client(tmp_path: Path, start: Star
         },
     )
     started, run = start(tmp_path, "3"), run_of(tmp_path, "secure")
-    started.wait_for(lambda: max(losses(run), default=0) > 2)
+    started.wait_for(lambda: step_of(run) > 2)
     kill(started, "worker", 2)
     started.wait_for(lambda: bool(events_of(run, "client_dropped")) or bool(events_of(run, "worker_lost")))
-    seen = max(losses(run))
-    started.wait_for(lambda: max(losses(run)) > seen + 3)
+    seen = step_of(run)
+    started.wait_for(lambda: step_of(run) > seen + 3)
     started.process.send_signal(signal.SIGINT)
     ended = started.end()
     assert ended.code == 130, ended.err

@@ -28,7 +28,7 @@ if serve():
 
 
 def soon(found: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not found():
         assert time.monotonic() < deadline
         time.sleep(0.01)

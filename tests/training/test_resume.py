@@ -13,7 +13,20 @@ from typing import Any
 
 import psutil
 import pytest
-from helpers.command import Output, Started, ids_by_step, losses, python, run_of, step_of, strays, weft, write_job
+from helpers.command import (
+    Output,
+    Started,
+    ids_by_step,
+    losses,
+    python,
+    run_of,
+    step_of,
+    strays,
+    until,
+    weft,
+    write_job,
+)
+from helpers.self_faults import was_executed, write_orders
 
 from weft.job.errors import Exit
 from weft.watch.journal import read_jsonl
@@ -44,9 +57,10 @@ def undisturbed(folder: Path) -> dict[int, float]:
     run = run_of(folder, "undisturbed")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     started = Started(folder, "train", "job.yaml", "name=undisturbed", under=torchrun)
-    started.wait_for(lambda: step_of(run) >= 1)
-    with (run.path / ".lock").open("rb") as lock, pytest.raises(BlockingIOError):  # no other run may use the folder
+    until(lambda: step_of(run) >= 1 or started.process.poll() is not None)
+    with (run.path / ".lock").open("rb") as lock, contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert step_of(run) == STEPS, "another run may use the folder"
     result = started.end()
     assert result.code == 0, result.err
     output = losses(run)
@@ -61,16 +75,13 @@ def killed(folder: Path, undisturbed: dict[int, float]) -> tuple[Output, Output]
     then left to finish."""
     run, chance = run_of(folder, "killed"), random.Random(7)
     moments = chance.randint(6, 10), chance.randint(14, 20)
-    first = Started(folder, "train", "job.yaml", "name=killed")
-    first.wait_for(lambda: step_of(run) >= moments[0])
-    ranks = first.ranks()
-    first.process.send_signal(signal.SIGKILL)
-    assert first.end().code == -signal.SIGKILL
-    second = Started(folder, "train", "job.yaml", "name=killed", "--no-resilient")
-    second.wait_for(lambda: step_of(run) >= moments[1])
-    assert not any(rank.is_running() for rank in ranks)
-    second.ranks()[1].send_signal(signal.SIGKILL)
-    return second.end(), weft(folder, "train", "job.yaml", "name=killed")
+    train = ("-m", "weft", "train", "job.yaml", "name=killed", "checkpoint.background=false")
+    orders = write_orders(folder / "first", {"kind": "launcher SIGKILL", "rank": 0, "step": moments[0]})
+    assert python(folder, *train, **orders).code == -signal.SIGKILL
+    until(lambda: not strays(["helpers.self_faults", "runs/killed"]))
+    assert step_of(run) >= moments[0] - 2
+    orders = write_orders(folder / "second", {"kind": "kill", "rank": 1, "step": moments[1]})
+    return python(folder, *train, "--no-resilient", **orders), weft(folder, "train", "job.yaml", "name=killed")
 
 
 def test_a_killed_run_is_bit_identical(
@@ -105,9 +116,9 @@ STAGES: list[tuple[tuple[str, ...], signal.Signals | None, Exit]] = [
 ]
 
 
-def _hurry(ranks: list[psutil.Process], stop: signal.Signals) -> None:
-    """Send a signal repeatedly, also while a rank exits: it counts once."""
-    for rank in ranks:
+def _hurry(started: Started, orders: Path, stop: signal.Signals) -> None:
+    """Send a signal again and again after the first, also while a rank exits: it counts once."""
+    for rank in started.ranks() if was_executed(orders) else ():
         with contextlib.suppress(psutil.NoSuchProcess):
             rank.send_signal(stop)
 
@@ -118,13 +129,13 @@ def test_resuming_under_other_layouts_reads_every_sample_once(folder: Path, undi
     for stage, (overrides, stop, code) in enumerate(STAGES):
         before = step_of(run)
         alone = ["--no-resilient"] if overrides == (ALONE,) else []
-        started = Started(folder, "train", "job.yaml", "name=moved", *overrides, *alone)
+        orders: dict[str, str] = {}
         if stop is not None:
-            moment = before + chance.randint(2, 6)
-            started.wait_for(lambda: step_of(run) >= moment)  # noqa: B023
-            ranks = started.ranks()
-            started.process.send_signal(stop)
-            started.wait_for_end(lambda: _hurry(ranks, stop))  # noqa: B023
+            order = {"kind": f"launcher {stop.name}", "rank": 0, "step": before + chance.randint(2, 6)}
+            orders = write_orders(folder / f"moved-{stage}", order)
+        started = Started(folder, "train", "job.yaml", "name=moved", *overrides, *alone, **orders)
+        if stop is not None:
+            started.wait_for_end(lambda: _hurry(started, folder / f"moved-{stage}", stop))  # noqa: B023
         result = started.end()
         assert result.code == code, result.err
         assert "Traceback" not in result.err
@@ -141,13 +152,11 @@ def test_resuming_under_other_layouts_reads_every_sample_once(folder: Path, undi
 
 
 def test_ctrl_c_during_an_evaluation(folder: Path) -> None:
-    """The record of step 4 is written when step 5 is taken, just before its evaluation."""
     run = run_of(folder, "evaluating")
-    often = ("train.eval_every=5", "train.eval_batches=100")
-    started = Started(folder, "train", "job.yaml", "name=evaluating", ALONE, *often)
-    started.wait_for(lambda: step_of(run) >= 4)
-    started.process.send_signal(signal.SIGINT)
-    result = started.end()
+    orders = write_orders(
+        folder / "evaluating", {"kind": "launcher SIGINT", "rank": 0, "step": 6, "phase": "evaluation"}
+    )
+    result = python(folder, "-m", "weft", "train", "job.yaml", "name=evaluating", ALONE, "train.eval_every=5", **orders)
     assert result.code == Exit.INTERRUPTED, result.err
     assert step_of(run) == 5, result.err
     assert "stopped and saved" in result.err

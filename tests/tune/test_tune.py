@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,18 @@ def test_halving_finds_the_best_rate(name: str) -> None:
     space = parse_space("optim.lr=1e-4..1e-1,train.global_batch=8,16")
     continued: list[tuple[int, int, int]] = []
 
-    def run(trial: Trial, until: int) -> float:
+    def loss(trial: Trial, until: int) -> float:
         continued.append((trial.number, trial.steps, until))
         rate = trial.values["optim.lr"]
         return math.inf if rate > 5e-2 else abs(math.log10(rate / 3e-3)) + 1 / until
 
-    trials = successive_halving(SAMPLERS[name](space, 0), 900, 27, 3, run)
+    def run(trials: list[Trial], until: int) -> list[float]:
+        sizes.append(len(trials))
+        return [loss(trial, until) for trial in trials]
+
+    sizes: list[int] = []
+    trials = successive_halving(SAMPLERS[name](space, 0), 900, 27, 3, run, at_once=4)
+    assert sizes == ([27, 9, 3, 1] if name == "even" else [4, 4, 4, 4, 4, 4, 3, 9, 3, 1])
     best = trials[0]
     assert 0.5 < best.values["optim.lr"] / 3e-3 < 2 and best.steps == 900
     assert [t for t in continued if t[0] == best.number] == [
@@ -75,21 +82,10 @@ def test_the_even_sampler_is_the_same_for_a_seed() -> None:
 
 def test_a_job_is_tuned(tmp_path: Path) -> None:
     write_job(tmp_path, **JOB)
-    command = (
-        "tune",
-        "job.yaml",
-        "--over",
-        "optim.lr=1e-4..1e-1",
-        "--trials",
-        "2",
-        "--factor",
-        "2",
-        "-n",
-        "1",
-        "--json",
-    )
+    command = ("tune", "job.yaml", "--over", "optim.lr=1e-4..1e-1", "--trials", "2", "--factor", "2", "--json")
     done = weft(tmp_path, *command, "--out", "best.yaml")
     assert done.code == 0, done.err
+    assert len(os.sched_getaffinity(0)) == 1 or "up to 2 trials at a time, 1 ranks each" in done.err
     found = json.loads(done.out)
     assert [t["steps"] for t in found["trials"]] == [4, 2] and found["best"]["losses"].keys() == {"2", "4"}
     assert load_job(str(tmp_path / "best.yaml")).optim.lr == found["best"]["values"]["optim.lr"]

@@ -1,7 +1,6 @@
 """Metrics for Prometheus: accepted by promtool, scraped by a real server, and the recipes' rules are valid."""
 
 import json
-import socket
 import subprocess
 import threading
 import time
@@ -11,18 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from helpers.command import DEADLINE_S
+from helpers.real_clusters import free_ports
+
 from weft.job.load import load_job
 from weft.job.run_folder import RunDir
 from weft.watch.journal import read_jsonl
 from weft.watch.prometheus import PrometheusSink, metric_of
 
 MONITORING = Path(__file__).parents[2] / "recipes/monitoring"
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def fed(run: RunDir, target: int | str) -> PrometheusSink:
@@ -57,8 +53,9 @@ def test_rules_and_dashboard_name_existing_metrics(tmp_path: Path, make_run: Cal
 
 
 def test_a_real_prometheus_scrapes_the_port(tmp_path: Path, make_run: Callable[..., RunDir]) -> None:
-    port, own = free_port(), free_port()
-    sink = fed(make_run(tmp_path / "run", steps=5), port)
+    sink, own = fed(make_run(tmp_path / "run", steps=5), 0), free_ports(1)
+    assert sink.server is not None
+    port = sink.server.server_address[1]
     config = {"global": {"scrape_interval": "1s"}, "scrape_configs": [
         {"job_name": "weft", "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}]}  # fmt: skip
     (tmp_path / "prometheus.yml").write_text(json.dumps(config))
@@ -69,10 +66,10 @@ def test_a_real_prometheus_scrapes_the_port(tmp_path: Path, make_run: Callable[.
     try:
         query = urllib.parse.quote('weft_rank_compute_seconds{rank="1"}')
         found: list[Any] = []
-        deadline = time.monotonic() + 60
-        while not found and time.monotonic() < deadline:
+        deadline = time.monotonic() + DEADLINE_S
+        while not found and time.monotonic() < deadline and server.poll() is None:
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{own}/api/v1/query?query={query}", timeout=5) as answer:
+                with urllib.request.urlopen(f"http://127.0.0.1:{own}/api/v1/query?query={query}", timeout=60) as answer:
                     found = json.loads(answer.read())["data"]["result"]
             except OSError:
                 pass
@@ -80,5 +77,5 @@ def test_a_real_prometheus_scrapes_the_port(tmp_path: Path, make_run: Callable[.
         assert found and found[0]["value"][1] == "0.2" and found[0]["metric"]["run"] == "tiny"
     finally:
         server.terminate()
-        server.wait(20)
+        server.wait(DEADLINE_S)
         sink.finish(ended=True)

@@ -78,9 +78,10 @@ def test_encrypted_messages_cannot_be_read(encrypted: Listener) -> None:
 def test_encrypted_listener_needs_the_secret(encrypted: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WireError):
         open_channel(encrypted.address, os.urandom(32), encrypt=True)
-    monkeypatch.setattr(wire, "HANDSHAKE_S", 0.5)
-    with pytest.raises(WireError):  # a client without TLS
-        open_channel(encrypted.address, SECRET)
+    with monkeypatch.context() as short:
+        short.setattr(wire, "HANDSHAKE_S", 0.5)
+        with pytest.raises(WireError):  # a client without TLS
+            open_channel(encrypted.address, SECRET)
     assert open_channel(encrypted.address, SECRET, encrypt=True).peer == "127.0.0.1"
 
 

@@ -106,7 +106,9 @@ def settings_of(config: Mapping[str, Any] | str | Path) -> Settings:
 def job_of(settings: Settings, ranks: int) -> Job:
     """The job of a DeepSpeed config; what weft.initialize cannot do is refused by name."""
     found = apply_table(DEEPSPEED, settings, NAME, NAME, ranks)
-    if absent := [s.key for s in found.settings if s.status in ("unknown", "refused")]:
+    own = ("optimizer.", "scheduler.")  # the engine builds these itself
+    wrong = [s for s in found.settings if s.status in ("unknown", "refused", "no counterpart")]
+    if absent := [s.key for s in wrong if s.status != "no counterpart" or not s.key.startswith(own)]:
         raise JobError(f"{NAME}: {', '.join(absent)} cannot be used; weft convert shows each setting")
     job = found.job
     if job.memory.offload != "none":

@@ -22,9 +22,16 @@ from weft.job.errors import JobError
 from weft.job.load import load_job
 from weft.job.schema import Job
 
-HANDLED = ("logging_strategy", "save_strategy", "eval_strategy", "data_seed", "lr_scheduler_kwargs*", "optim_args",
-           "adam_*", "eval_delay", "log_level*", "eval_steps", "save_steps", "logging_steps", "warmup_*")  # fmt: skip
-"""Fields that WeftTrainer uses itself, whatever a job can hold."""
+HANDLED = (
+    "adam_*", "bf16", "data_seed", "dataloader_drop_last", "disable_tqdm", "eval_steps", "eval_strategy", "fp16",
+    "gradient_accumulation_steps", "gradient_checkpointing", "learning_rate", "logging_steps", "logging_strategy",
+    "lr_scheduler_kwargs*", "lr_scheduler_type", "max_grad_norm", "max_steps", "num_train_epochs", "optim",
+    "output_dir", "per_device_eval_batch_size", "per_device_train_batch_size", "save_steps", "save_strategy", "seed",
+    "use_cpu", "warmup_*", "weight_decay",
+)  # fmt: skip
+"""Fields that WeftTrainer uses, whatever a job can hold."""
+WITHOUT_EFFECT = ("ddp_timeout", "eval_delay", "log_level*", "no_cuda", "optim_args", "run_name", "save_total_limit")
+"""Fields that change no result and may be set."""
 
 
 @dataclass
@@ -50,12 +57,11 @@ def check_arguments(args: Any) -> None:
     """Refuse fields of TrainingArguments that were set and that nothing here does."""
     plain = type(args)(output_dir=args.output_dir)
     given, usual = flatten(args.to_dict()), flatten(plain.to_dict())
-    table = {key: rule for key, rule in TABLE.items() if key not in HANDLED}
-    settings = Settings(given)
+    settings, accepted = Settings(given), dict.fromkeys((*HANDLED, *WITHOUT_EFFECT), TABLE["seed"])
     for key, value in given.items():
-        if value == usual.get(key) or find_rule(dict.fromkeys(HANDLED, TABLE["seed"]), key) is not None:
+        if value == usual.get(key) or find_rule(accepted, key) is not None:
             continue
-        rule = find_rule(table, key)
+        rule = find_rule(TABLE, key)
         if rule is None:
             raise JobError(
                 f"TrainingArguments.{key}={value!r} is not supported; docs/your-own-code.md lists the fields"
@@ -63,6 +69,12 @@ def check_arguments(args: Any) -> None:
         found = rule(value, settings)
         if found.status == "no counterpart":
             raise JobError(f"TrainingArguments.{key}={value!r} is not supported: {found.note}")
+        if found.job:
+            fields = ", ".join(f"{name}={new}" for name, new in found.job.items())
+            raise JobError(
+                f"TrainingArguments.{key}={value!r} is not used by WeftTrainer; leave it out, and give job=… with "
+                f"{fields} if it is a layout, communication or train.compile"
+            )
 
 
 class WeftTrainer:

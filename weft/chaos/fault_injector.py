@@ -9,12 +9,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 from weft.chaos.accounting import InjectedFault, outcome
 from weft.chaos.disk import Disk, damage
-from weft.chaos.faults import KINDS, Fault, order_of, reports_fault
+from weft.chaos.faults import KINDS, Fault, hold_path, order_of, reports_fault
 from weft.chaos.observed_run import ObservedRun
 from weft.chaos.virtual_hosts import VirtualHosts
 from weft.checkpoint.format import list_checkpoints
@@ -60,17 +61,23 @@ class FaultInjector:
         self.injected: list[InjectedFault] = []
         self.given: list[dict[str, Any]] = []
         self.stopped: list[int] = []
+        self.following: Fault | None = None
         self.why: str | None = None
         self.code: int | None = None
 
     def execute(self, faults: Iterator[Fault]) -> None:
         """Run from the first start to the end."""
+        first = next(faults)
+        self._hold(first)
         self.run.start()
         try:
-            for fault in faults:
+            for fault, self.following in pairwise(chain([first], faults, [None])):
+                assert fault is not None
+                self._hold(fault)
                 if self._wait_for_step(fault) is not None:
                     break
                 self._strike(fault)
+                self._release()
                 self._wait_until_resumed()
                 if self.code is not None:
                     break
@@ -110,6 +117,19 @@ class FaultInjector:
             return self._wait(lambda: time.monotonic() >= due and self.run.step > 1)
         return self._wait(lambda: self.run.step >= fault.step)
 
+    def _hold(self, fault: Fault | None) -> None:
+        """Let ranks wait soon after `fault.latest`: a short run would end while this process gets no CPU."""
+        if fault is None or self.asked.every_s:
+            hold_path(self.orders).unlink(missing_ok=True)
+        else:
+            temporary = self.orders.with_suffix(".tmp")
+            temporary.write_text(str(fault.latest + 2))  # a step is committed when the next one is taken
+            temporary.replace(hold_path(self.orders))
+
+    def _release(self) -> None:
+        """Let ranks continue up to the next fault."""
+        self._hold(self.following)
+
     def _strike(self, fault: Fault) -> None:
         way = KINDS[fault.kind].way
         if way == "inside":
@@ -121,6 +141,7 @@ class FaultInjector:
         when = time.time() if at is None else at
         phase = phase or "any"
         self.injected.append(InjectedFault(fault.kind, fault.rank, phase, self.run.step, when))
+        self._release()
         whom = "" if fault.rank is None else f" rank {fault.rank}"
         self.log(f"step {self.run.step}: {fault.kind}{whom} ({phase})")
 
@@ -138,6 +159,7 @@ class FaultInjector:
 
     def resume_all(self) -> None:
         """Clean up: resume stopped processes and free the disk."""
+        self._hold(None)
         self._resume_stopped()
         self.disk.free()
 
@@ -196,6 +218,7 @@ class FaultInjector:
         return any([_send(p.pid, number) for p in self.run.processes.values() if p.poll() is None])
 
     def _corrupt(self, fault: Fault) -> None:
+        self._release()
         if not self._signal_all(signal.SIGTERM):
             return
         code = self.run.wait_for(lambda: False, self.asked.timeout_s)
@@ -281,6 +304,7 @@ class FaultInjector:
         temporary = self.orders.with_suffix(".tmp")
         temporary.write_text(json.dumps(self.given))
         temporary.replace(self.orders)
+        self._release()
         pattern = f"{self.orders.stem}-{fault.number}-rank-*.injected"
         if self._wait(lambda: any(p.stat().st_size for p in self.orders.parent.glob(pattern))) is not None:
             return

@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from weft.job.errors import JobError
@@ -128,6 +129,11 @@ class Fault:
     """A random number from 0 to 1 for further choices."""
     latest: int = 1 << 60
     """From this step on it does not wait for its phase."""
+
+
+def hold_path(orders: Path) -> Path:
+    """The file with the last step that may start before the next fault, beside the orders."""
+    return orders.with_name(f"{orders.stem}-hold")
 
 
 def parse(text: str, seed: int, world: int, nodes: int) -> list[FaultRequest]:

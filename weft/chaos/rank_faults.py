@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
+from weft.chaos.faults import hold_path
 from weft.comm.shards import local_of
 from weft.parallel.spread_model import Batch
 from weft.training.step import Gradients, Stepper
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 VARIABLE = "WEFT_FAULTS"
 """Names the orders file: a JSON list, replaced atomically. Markers of injected faults are next to it."""
+
+HOLD_POLL_S = 0.005
 
 Order = dict[str, Any]
 
@@ -51,6 +54,13 @@ class Orders:
         if now != self.seen:
             self.known = [o for o in json.loads(self.path.read_text()) if o["rank"] in (None, self.rank)]
             self.seen = now
+
+    def may_start(self, step: int) -> bool:
+        """Whether a step may start: not if the fault injector, which is late, must act before it."""
+        try:
+            return step <= int(hold_path(self.path).read_text())
+        except (OSError, ValueError):
+            return True
 
     def due(self, step: int, phase: str, kinds: tuple[str, ...]) -> list[Order]:
         """Orders that are due: of this phase and of this or an earlier step."""
@@ -86,6 +96,8 @@ class FaultyStepper(Stepper):
     def learning_rate(self) -> float:
         """Called at the start of each step, before its data are read."""
         assert self.orders is not None
+        while not self.orders.may_start(self.state.step + 1):
+            time.sleep(HOLD_POLL_S)
         self.orders.look()
         self._inject("data")
         return super().learning_rate()

@@ -86,6 +86,12 @@ FSDP_TABLE: dict[str, Rule] = {
     "use_orig_params": unneeded("FSDP2 keeps the parameters of the model"),
     "limit_all_gathers": unneeded("FSDP2 does so"),
     "ignored_modules": absent("every parameter is sharded"),
+    "final_state_dict_type": unneeded("a checkpoint opens in every layout"),
+    "transformer_cls_names_to_wrap": FOUND,
+    "cpu_offload_pin_memory": unneeded("offloaded states are in pinned memory"),
+    "device_mesh": absent("set parallel.dp_replicate and parallel.dp_shard"),
+    "gradient_divide_factor": absent("gradients are divided by the number of valid targets of all ranks"),
+    "xla*": absent("XLA is not in Weft"),
     "mixed_precision_policy*": unneeded("precision: bf16 casts weights and sums gradients in fp32"),
 }  # fmt: skip
 
@@ -171,6 +177,12 @@ TABLE: dict[str, Rule] = {
     **with_prefix(DS_TABLE, "deepspeed_config."),
     **with_prefix(MEGATRON_TABLE, "megatron_lm_config.megatron_lm_"),
     **with_prefix(AXES_TABLE, "parallelism_config.parallelism_config_"),
+    "parallelism_config.parallelism_config_sp_*": absent("set parallel.cp, and parallel.cp_style=ulysses"),
+    **dict.fromkeys(
+        ("ec2_instance_type", "iam_role_name", "image_uri", "py_version", "pytorch_version", "region",
+         "transformers_version", "base_job_name", "profile", "additional_args", "sagemaker_*"),
+        absent("weft launch starts jobs by ssh, MPI, Slurm, Kubernetes and Ray, not on SageMaker"),
+    ),
     "fsdp_config.fsdp_sharding_strategy": _sharding,
     "fsdp_config.fsdp_reshard_after_forward": _reshard,
 }  # fmt: skip

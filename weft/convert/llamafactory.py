@@ -8,10 +8,11 @@ from typing import Any
 from weft.convert import fine_tuning_data, training_arguments
 from weft.convert.accelerate import has_keys, read
 from weft.convert.conversion import SourceFormat
-from weft.convert.settings import Result, Rule, Settings, absent, choice, partly, switch, to, unneeded
+from weft.convert.settings import Result, Rule, Settings, absent, choice, is_off, partly, switch, to, unneeded
 
 DATA = absent("set data.source to the dataset's file, and data.format to instruction (alpaca) or chat (sharegpt)")
 LORA = absent("adapters have rank, alpha, dropout and targets (model.lora)")
+VISION = absent("pictures and texts together are model.family=clip only")
 PREFERENCES = absent("preference training is not in Weft")
 
 
@@ -94,8 +95,8 @@ TABLE: dict[str, Rule] = {
     ),
     "train_on_prompt": fine_tuning_data.ANSWERS_ONLY,
     "mask_history": absent("every answer of a conversation is trained on"),
-    "streaming": unneeded("token stores are read from disk as needed"),
-    "buffer_size": unneeded("samples are shuffled over the whole store"),
+    "streaming": switch({"data.streaming": True}),
+    "buffer_size": unneeded("data.streaming shuffles the samples of 8 parts together"),
     "mix_strategy": absent("data.mixture has sources with weights"),
     "interleave_probs": absent("data.mixture has sources with weights"),
     "preprocessing_*": unneeded("weft data build uses all cores"),
@@ -108,6 +109,41 @@ TABLE: dict[str, Rule] = {
     "swanlab_*": absent("trackers are tensorboard, wandb, mlflow and trackio"),
     "ray_*": unneeded("weft launch"),
     "include_effective_tokens_per_second": unneeded("metrics have tokens_per_s"),
+    "create_new_adapter": LORA,
+    "image_*": VISION,
+    "video_*": VISION,
+    "audio_*": VISION,
+    "use_apollo": absent("APOLLO is not in Weft"),
+    "apollo_*": absent("APOLLO is not in Weft"),
+    "use_adam_mini": absent("Adam-mini is not in Weft; memory.states=8bit makes states smaller"),
+    "mixture_of_depths": absent("mixture of depths is not in Weft"),
+    "use_llama_pro": absent("blocks are not added to a checkpoint"),
+    "moe_aux_loss_coef": lambda value, settings: (
+        Result(note="off", status="not needed")
+        if is_off(value)
+        else Result({"model.experts.balance": "aux", "model.experts.aux_weight": value})
+    ),
+    "fsdp_config": absent("set parallel.dp_shard, parallel.zero and parallel.dp_replicate"),
+    "disable_shuffling": switch({"data.shuffle": "none"}),
+    "early_stopping_steps": absent("a run takes train.steps steps"),
+    "enable_thinking": unneeded(fine_tuning_data.OWN_TEMPLATE),
+    "tool_format": unneeded(fine_tuning_data.OWN_TEMPLATE),
+    "default_system": absent("put a system message into the conversations"),
+    "placement_strategy": unneeded("weft launch"),
+    "fp8": switch({"precision": "fp8"}),
+    "fp8_*": unneeded("Weft's own fp8 layers are used"),
+    "use_kt": absent("KTransformers is not in Weft; see memory.offload"),
+    "kt_*": absent("KTransformers is not in Weft; see memory.offload"),
+    "use_v1_kernels": unneeded("Weft has fused kernels of its own"),
+    "dataset_shards": unneeded("every rank reads its own samples of the same files"),
+    "sp_size": to("parallel.cp"),
+    "sequence_parallel_*": to("parallel.cp"),
+    "use_dft_loss": absent("the loss is the cross-entropy of answers"),
+    "use_asft_loss": absent("the loss is the cross-entropy of answers"),
+    "use_eaft_loss": absent("the loss is the cross-entropy of answers"),
+    "asft_*": absent("the loss is the cross-entropy of answers"),
+    "eaft_*": absent("the loss is the cross-entropy of answers"),
+    "eval_on_each_dataset": absent("names in data.mixture give val_loss/NAME of each source"),
     "infer_*": absent("serving is not in Weft; weft export RUN --to hf opens in vLLM"),
     "vllm_*": absent("serving is not in Weft; weft export RUN --to hf opens in vLLM"),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from weft.convert.megatron_model import KERNELS, OVERLAP
-from weft.convert.settings import Result, Rule, Settings, absent, as_number, choice, switch, to
+from weft.convert.settings import Result, Rule, Settings, absent, as_number, choice, switch, to, unneeded
 
 
 def _virtual_stages(value: Any, settings: Settings) -> Result:
@@ -44,6 +44,10 @@ LAYOUT_RULES: dict[str, Rule] = {
     "context-parallel-size": to("parallel.cp"),
     "expert-model-parallel-size": to("parallel.ep"),
     "expert-tensor-parallel-size": absent("experts are split over ep"),
+    "account-for-*-in-pipeline-split": unneeded("stages are split by their cost, embedding and loss included"),
+    "hybrid-context-parallel": absent("parallel.cp splits every sequence"),
+    "torch-fsdp2-reshard-after-forward": unneeded("parallel.zero=3 gathers again in the backward pass"),
+    "microbatch-group-size-per-virtual-pipeline-stage": absent("interleaved schedules take pp microbatches at a time"),
     "cp-comm-type": choice(
         {
             "p2p": {"parallel.cp_style": "ring"},

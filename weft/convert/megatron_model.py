@@ -52,6 +52,20 @@ MODEL_RULES: dict[str, Rule] = {
     ),
     "use-rotary-position-embeddings": switch({"model.positions": "rope"}),
     "rotary-base": to("model.rope_theta"),
+    "rotary-scaling-factor": lambda value, s: Result(
+        {
+            "model.rope_scaling.kind": "yarn",
+            "model.rope_scaling.factor": as_number(value),
+            "model.rope_scaling.original_len": int(s.number("original-max-position-embeddings", default=4096)),
+        },
+        "yarn, as latent attention has it",
+    ),
+    "original-max-position-embeddings": unneeded("part of model.rope_scaling"),
+    "mscale": absent("set model.rope_scaling.attention_factor"),
+    "mscale-all-dim": absent("set model.attention_scale"),
+    "softmax-type": choice({"vanilla": {}, "learnable": {"model.sinks": True}, "off-by-one": "set model.sinks"}),
+    "openai-gelu": switch({"model.activation": "gelu"}),
+    "no-query-key-layer-scaling": unneeded("scores are computed in fp32"),
     "rotary-percent": partly(
         lambda value, s: Result(
             {

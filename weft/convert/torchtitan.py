@@ -99,6 +99,12 @@ def _every(job_field: str, *enabled: str) -> Rule:
     return rule
 
 
+def _validation_steps(value: Any, settings: Settings) -> Result:
+    if as_number(value) == -1:
+        return Result({"train.eval_batches": 10**9}, "the whole held-out data")
+    return _every("train.eval_batches", "validation.enable", "validation.enabled")(value, settings)
+
+
 def _mixed(value: Any, settings: Settings) -> Result:
     return choice({"bfloat16": {"precision": "bf16"}, "float32": {"precision": "fp32"}})(value, settings)
 
@@ -249,7 +255,7 @@ TABLE: dict[str, Rule] = {
     "validation.enable": switch({}, {"train.eval_every": 0}),
     "validation.enabled": switch({}, {"train.eval_every": 0}),
     "validation.freq": _every("train.eval_every", "validation.enable", "validation.enabled"),
-    "validation.steps": _every("train.eval_batches", "validation.enable", "validation.enabled"),
+    "validation.steps": _validation_steps,
     "validation.seq_len": absent("evaluation has the sequence length of training"),
     "validation.local_batch_size": unneeded("evaluation uses train.microbatch"),
     "validation.*": absent("data.val_fraction holds out the end of the corpus"),

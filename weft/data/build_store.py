@@ -76,7 +76,7 @@ def build(
     names = [str(sources)] if isinstance(sources, str | Path) else [str(x) for x in sources]
     try:
         files = find_files(names, out)
-        layout = _record_layout(files, str(tokenizer), field, format, template)
+        layout = record_layout(files, str(tokenizer), field, format, template)
         settings = _settings(files, str(tokenizer), layout, part_bytes)
         with _locked_folder(out, settings) as folder:
             if not (out / token_files.META).exists():
@@ -98,10 +98,10 @@ def build_settings(
 ) -> dict[str, Any]:
     """Everything that determines the bytes of the store of these sources."""
     files = find_files(sources, Path(os.devnull))
-    return _settings(files, tokenizer, _record_layout(files, tokenizer, field, format, template), PART_BYTES)
+    return _settings(files, tokenizer, record_layout(files, tokenizer, field, format, template), PART_BYTES)
 
 
-def _record_layout(
+def record_layout(
     files: Sequence[SourceFile], tokenizer: str, field: str, format: str, template: str | None
 ) -> RecordLayout:
     """How the records of these files are encoded; a chat template is loaded once, here."""

@@ -15,12 +15,14 @@ from weft.data.chat.packed_documents import PackedDocuments
 from weft.data.chat.template import load_template
 from weft.data.corpora import CORPORA, RECORD_CORPORA, encode_corpus, encode_records
 from weft.data.file_array import FileArray
+from weft.data.formats.huggingface_datasets import HUB_PREFIX
 from weft.data.growing import GrowingDataset, find_shards
 from weft.data.mixture import MixedDataset, SourceShares, TaskDataset, describe_shares
 from weft.data.order import OrderedDataset, SampleOrder
 from weft.data.prepared_files import prepared_store
 from weft.data.recommend.ratings import RATING_SOURCES, open_ratings, reads_ratings
 from weft.data.store import is_store, open_store, store_tokenizer
+from weft.data.streamed import StreamedDataset
 from weft.data.synthetic import open_synthetic
 from weft.data.tasks.labeled_texts import open_labeled_texts
 from weft.data.tasks.masked_tokens import masked
@@ -62,6 +64,8 @@ def open_dataset(job: Job) -> Dataset:
     found: Dataset
     if data.mixture:
         found = _open_mixture(job, SampleOrder(data.shuffle, data.shuffle_block))
+    elif data.streaming:
+        found = _open_streamed(job)
     elif data.growing:
         found = GrowingDataset(data, lambda shard: _open_source(job, shard, data.format), order)
     else:
@@ -71,6 +75,21 @@ def open_dataset(job: Job) -> Dataset:
     if job.model.is_encoder and not job.model.classes and not any(is_user_dataset(source) for source in sources):
         return masked(job, found)
     return found
+
+
+def _open_streamed(job: Job) -> StreamedDataset:
+    data, tokenizer = job.data, load_tokenizer(job.data.tokenizer)
+    if data.format is None or is_user_dataset(data.source) or is_store(Path(data.source)):
+        raise JobError(
+            f"data.streaming=true reads files of records, and data.source {data.source} has no position to continue "
+            "from, or is tokenized already; name a JSONL, parquet or arrow file, a folder of them or hf:ORG/NAME, and "
+            "write data.format=text, chat or instruction"
+        )
+    _check_vocab(job, tokenizer.vocab)
+    vocab, eos = tokenizer.vocab, tokenizer.eos
+    return StreamedDataset(
+        data, data.format, lambda tokens, docs, mask: _token_samples(data, tokens, docs, mask, data.source, vocab, eos)
+    )
 
 
 def _open_mixture(job: Job, order: SampleOrder) -> Dataset:
@@ -163,14 +182,22 @@ def _open_source(job: Job, source: str, format: str | None) -> Dataset:
         fingerprint = store.fingerprint()
         if mask is None:
             _refuse_conversations(source, format)
+    return _token_samples(data, tokens, docs, mask, source, vocab, eos, fingerprint)
+
+
+def _token_samples(
+    data: Data, tokens: Tokens | FileArray, docs: NDArray[np.int64] | FileArray, mask: Mask | FileArray | None,
+    name: str, vocab: int, eos: int, fingerprint: str = "",
+) -> PackedDocuments | TextDataset:  # fmt: skip
+    """Samples of conversations, which have a mask of their answers, or of text."""
     if mask is not None:
         return PackedDocuments(
             tokens, docs, mask if data.answers_only else None, seq_len=data.seq_len, val_fraction=data.val_fraction,
-            packing=data.packing, vocab=vocab, eos=eos, name=source, fingerprint=fingerprint,
+            packing=data.packing, vocab=vocab, eos=eos, name=name, fingerprint=fingerprint,
         )  # fmt: skip
     return TextDataset(
         tokens, docs, seq_len=data.seq_len, val_fraction=data.val_fraction, mask_documents=data.mask_documents,
-        vocab=vocab, eos=eos, name=source, fingerprint=fingerprint,
+        vocab=vocab, eos=eos, name=name, fingerprint=fingerprint,
     )  # fmt: skip
 
 
@@ -224,11 +251,13 @@ def open_tokenizer(data: Data) -> Tokenizer:
 
 def is_user_dataset(source: str) -> bool:
     """Whether data.source names a dataset in Python, as in `module:name`."""
-    return ":" in source and not Path(source).exists()
+    return ":" in source and not source.startswith(HUB_PREFIX) and not Path(source).exists()
 
 
 def _check_store_path(source: str) -> None:
     path = Path(source)
+    if source.startswith(HUB_PREFIX) and not path.exists():
+        raise JobError(f"data.source {source} is a dataset of records; write data.format=text, chat or instruction")
     if path.is_file():
         raise JobError(
             f"data.source {source} is a file; build a token store from it with `weft data build {source} --out DIR` "

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from weft.data.build_store import build, build_settings
+from weft.data.formats.huggingface_datasets import HUB_PREFIX
 from weft.job.errors import JobError, MachineError
 from weft.job.schema import Data
 from weft.job.token_files import META
@@ -20,15 +21,20 @@ def cache_folder() -> Path:
     return Path(root) / "weft" / "tokens"
 
 
+def settings_hash(data: Data, source: str, format: str) -> str:
+    """Identifies the files of a source and how they are encoded."""
+    if not (source.startswith(HUB_PREFIX) or Path(source).exists()):
+        raise JobError(f"data.source: there is no file or folder {source}, which data.format={format} would read")
+    settings = build_settings([source], data.tokenizer, data.field, format, data.template)
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
+
+
 def prepared_store(data: Data, source: str, format: str) -> Path:
     """The token store of some files. The first process that asks builds it, others on the machine wait.
 
     It is built again when a file, the tokenizer or the template changes.
     """
-    if not Path(source).exists():
-        raise JobError(f"data.source: there is no file or folder {source}, which data.format={format} would read")
-    settings = build_settings([source], data.tokenizer, data.field, format, data.template)
-    out = cache_folder() / hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
+    out = cache_folder() / settings_hash(data, source, format)
     if (out / META).is_file():
         return out
     try:

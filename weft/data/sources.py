@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from weft.data.formats.huggingface_folders import dataset_files
+from weft.data.formats.huggingface_datasets import HUB_PREFIX, dataset_files, hub_dataset_files
 from weft.data.formats.record_files import (
     RECORD_FORMATS,
     Record,
@@ -71,6 +71,9 @@ def find_files(sources: Sequence[str | Path], out: Path) -> list[SourceFile]:
     files: list[SourceFile] = []
     for source in sources:
         path = Path(source)
+        if str(source).startswith(HUB_PREFIX) and not path.exists():
+            files += [_describe(p) for p in hub_dataset_files(str(source))]
+            continue
         if path.is_dir() and _is_store(path):
             raise JobError(f"{path} is a token store already; name the text it was built from")
         if path.is_dir():

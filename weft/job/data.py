@@ -79,8 +79,8 @@ class Data(Section):
     source: str = "pydoc"
     """pydoc (Python's reference documentation), stdlib (Python's source code), docstrings (questions about Python's
     functions, with answers), synthetic, the path of a token store made by `weft data build`, a file or folder of
-    data.format, mnist, fashion-mnist, the path of image files, movielens or a folder with its files, or your own
-    dataset as package.module:name."""
+    data.format, hf:ORG/NAME (a Hugging Face dataset in the local caches, with data.format), mnist, fashion-mnist, the
+    path of image files, movielens or a folder with its files, or your own dataset as package.module:name."""
     format: Literal["text", "chat", "instruction", "labels", "pairs", "captions"] | None = None
     """What the files at data.source hold: text, conversations (chat), questions with answers (instruction), texts with
     labels (labels, of bert with model.classes), pairs of texts (pairs, of t5), or images with captions (captions, of
@@ -106,6 +106,9 @@ class Data(Section):
     growing: bool = False
     """data.source is a folder that gets new shards: token stores, or files of format text, chat, instruction or pairs.
     A run reads each sample once, ends when there are no more, and reads only new shards when it is started again."""
+    streaming: bool = False
+    """Tokenize data.source while the run trains, part by part, instead of all of it before the first step; of formats
+    text, chat and instruction."""
     mixture: tuple[MixtureSource, ...] = ()
     """Several sources with weights, instead of data.source."""
     anneal_from: float = Field(1.0, ge=0, le=1)

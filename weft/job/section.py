@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 from collections.abc import Callable
 from itertools import pairwise
@@ -71,7 +72,8 @@ class Section(BaseModel, metaclass=_JobErrors):
         """Refuse true and false for numbers (YAML reads `yes` as true, Python would accept it as 1), huge integers, and
         text that cannot be written to a file or passed to the system."""
         field = cls.model_fields[info.field_name or ""]
-        types = plain_types(field.annotation)
+        annotation: Any = field.annotation
+        types = plain_types(annotation)
         has_limit = any(hasattr(limit, "le") or hasattr(limit, "lt") for limit in field.metadata)
         for item in value if isinstance(value, list | tuple) else [value]:
             if isinstance(item, bool) and {bool, Any}.isdisjoint(types) and {int, float} & types:
@@ -112,8 +114,10 @@ def _is_writable(text: str) -> bool:
         return False
 
 
-def plain_types(annotation: Any) -> set[Any]:
+@functools.cache
+def plain_types(annotation: Any) -> frozenset[Any]:
     """The types an annotation is made of; the members of a Literal count by their type."""
     if not (parts := get_args(annotation)):
-        return {annotation}
-    return {kind for part in parts for kind in (plain_types(part) if not isinstance(part, int | str) else {type(part)})}
+        return frozenset({annotation})
+    found = (plain_types(part) if not isinstance(part, int | str) else {type(part)} for part in parts)
+    return frozenset(kind for kinds in found for kind in kinds)

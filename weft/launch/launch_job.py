@@ -51,7 +51,7 @@ def plan_for(
 def _plan(job: Job, world: int | None) -> Plan:
     """The plan for the job's cluster; a FitError if no layout fits its devices."""
     start = start_plan(job, world)
-    planned, plan, found = best_plan(start, trainable=True)
+    planned, plan, found = best_plan(start)
     check(planned, plan, RUNNABLE)
     check_fits(planned, plan)
     if found is not None and len(found) == 0 and plan.device != "cpu":  # the memory of other CPU nodes is unknown

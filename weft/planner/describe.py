@@ -68,8 +68,7 @@ def describe_plan(job: Job, plan: Plan) -> str:
 
 
 def _layout_notes(plan: Plan) -> list[str]:
-    notes = ["sequence cut with tp"] if plan.sequence else []
-    return [*notes, plan.placement] if plan.placement != Plan.placement else notes
+    return ["sequence cut with tp"] if plan.sequence else []
 
 
 def _amount(mib: float) -> str:

@@ -43,14 +43,12 @@ from weft.planner.tower_costs import with_tower_costs
 
 def make_plan(job: Job, world: int | None = None, calibration: Calibration | None = None) -> tuple[Job, Plan]:
     """The resolved job and its plan. `world` is the number of ranks already decided (--nproc, torchrun)."""
-    return best_plan(start_plan(job, world), trainable=True, calibration=calibration)[:2]
+    return best_plan(start_plan(job, world), calibration)[:2]
 
 
-def best_plan(
-    start: PlanStart, trainable: bool, calibration: Calibration | None = None
-) -> tuple[Job, Plan, SearchResult | None]:
+def best_plan(start: PlanStart, calibration: Calibration | None = None) -> tuple[Job, Plan, SearchResult | None]:
     """The resolved job, the plan of its best layout, and the result of the search."""
-    plan, reasons, found = pick_layout(start, trainable, calibration)
+    plan, reasons, found = pick_layout(start, calibration)
     try:
         job, made = complete_plan(start, plan, reasons, found.estimator if found else None)
     except FitError as error:
@@ -119,7 +117,7 @@ def _or_with_weights(start: PlanStart, job: Job) -> PlanStart:
 def _fits(start: PlanStart) -> bool:
     """Whether any layout fits."""
     estimator = make_estimator(start.job, start.plan, start.world, start.device, start.memory_gib)
-    search = LayoutSearch(plan_space(start.job, start.plan, start.world, trainable=True), estimator)
+    search = LayoutSearch(plan_space(start.job, start.plan, start.world), estimator)
     return search.size == 0 or len(search.find()) > 0
 
 
@@ -154,13 +152,13 @@ def _start_plan(job: Job, world: int | None = None, also: tuple[str, ...] = ()) 
 
 
 def pick_layout(
-    start: PlanStart, trainable: bool, calibration: Calibration | None = None
+    start: PlanStart, calibration: Calibration | None = None
 ) -> tuple[Plan, list[str], SearchResult | None]:
     """The layout: searched for Weft's models, plain replicas for a custom module."""
     job, plan = start.job, start.plan
     if not job.model.module:
         estimator = make_estimator(job, start.plan, start.world, start.device, start.memory_gib, calibration)
-        chosen = search_layout(job, plan, plan_space(job, plan, start.world, trainable), estimator)
+        chosen = search_layout(job, plan, plan_space(job, plan, start.world), estimator)
         if chosen is not None:
             return chosen[0], chosen[2], chosen[1]
     if job.parallel == "auto":
@@ -196,7 +194,7 @@ def complete_plan(
 
 
 def runs_here(start: PlanStart) -> bool:
-    """Whether the job runs on this machine, so that its plan must be trainable by this version."""
+    """Whether the job runs on this machine."""
     return start.job.cluster.device in ("auto", "cpu", "cuda") and start.job.cluster.nodes == 1
 
 
@@ -217,12 +215,12 @@ def or_smaller_states(job: Job, world: int) -> str:
         return ""
     for states in ("bf16", "8bit", "24bit-master"):
         try:
-            tried, plan = make_plan(
-                job.model_copy(update={"memory": job.memory.model_copy(update={"states": states})}), world
+            fits = _fits(
+                start_plan(job.model_copy(update={"memory": job.memory.model_copy(update={"states": states})}), world)
             )
-        except (FitError, JobError):
+        except JobError:
             continue
-        if plan.predicted["memory_gib"] <= device_memory(tried, device_for(tried, probe()), probe(), plan.world):
+        if fits:
             return f"; memory.states={states} would fit, with states in fewer bits"
     return ""
 

@@ -97,7 +97,7 @@ class Plan:
     compression_warmup: int = 0
     """Steps at the start of a run in which gradients are sent as int8."""
     placement: str = "shards-near"
-    """Which axis is on neighbouring ranks after tp and cp: shards-near (the mesh order) or stages-near."""
+    """The order of ranks: shards on neighbouring ranks after tp and cp, as in the mesh."""
     bucket_mb: float = 25.0
     allreduce: str = "auto"
     """How replicas sum their gradients."""

@@ -222,7 +222,8 @@ class Windows:
     """Whether the config can list the kind of each block."""
 
     def read(self, config: Config) -> Fields:
-        window, count = config.take("sliding_window", self.default), config.number("num_hidden_layers")
+        default = None if "sliding_window" in config.raw else self.default  # null turns it off
+        window, count = config.take("sliding_window", default), config.number("num_hidden_layers")
         on = self.switch is None or bool(config.take(self.switch, False))
         kinds = config.take("layer_types") if self.listed else None
         chosen = self.layers(config, count)

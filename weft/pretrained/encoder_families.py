@@ -161,7 +161,8 @@ _T5_KEYS = (
 
 ENCODER_FAMILIES = (
     PretrainedFamily(
-        "bert", "BERT", "BertForMaskedLM", "bert", (*_KEYS, Key("tied", "tie_word_embeddings", True)),
+        "bert", "BERT", "BertForMaskedLM", "bert",
+        (*_KEYS, Fixed({"tied": True}), Only("tie_word_embeddings", (True,))),
         BERT | _MASKED_HEAD, "bert.",
         (_POSITIONS, "bert.pooler.*", "pooler.*", "cls.seq_relationship.*", "cls.predictions.decoder.bias"),
         also_reads=("BertModel", "BertForPreTraining"), fresh=("transform.*", "norm.*", "head.*"),

@@ -157,7 +157,7 @@ for entry in (
     ),
     PretrainedFamily(
         "phi3", "Phi-3 and Phi-4-mini", "Phi3ForCausalLM", "llama",
-        (*llama_like(1e-5), HeadWidth(), _UNTIED, Rope(partial=True, kinds=("default", "longrope")),
+        (*llama_like(1e-5), HeadWidth(), _UNTIED, Rope(partial=True, kinds=("default", "longrope"), original_len=4096),
          Windows(listed=False), OriginalLength()),
         PHI3,
     ),

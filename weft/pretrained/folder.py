@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.data.formats.hub_cache import HUB_NAME, cached_snapshot, hub_cache
 from weft.job.errors import JobError
 from weft.job.load import recipes
 
@@ -25,7 +25,6 @@ MAX_JSON_BYTES = 256 << 20
 """Larger files are neither a config nor an index."""
 FORMATS = (("model.safetensors", "safetensors"), ("pytorch_model.bin", "torch"))
 """Files of weights, the preferred one first; NAME.index.json lists the shards of a large one."""
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -52,10 +51,11 @@ def find_folder(name: str) -> Path:
         if not (path / CONFIG).is_file():
             raise JobError(f"{path} is not a Hugging Face checkpoint: it has no {CONFIG}")
         return path
-    cached = _cached(name) if HUB_NAME.fullmatch(name) else None
+    is_hub_name = bool(HUB_NAME.fullmatch(name))
+    cached = cached_snapshot("models", name, lambda found: (found / CONFIG).is_file()) if is_hub_name else None
     if cached is not None:
         return cached
-    where = f", and {name} is not in the hub cache {_hub_cache()}" if HUB_NAME.fullmatch(name) else ""
+    where = f", and {name} is not in the hub cache {hub_cache()}" if is_hub_name else ""
     raise JobError(f"no folder is at {name}{where}; download it first, for example with `hf download {name}`")
 
 
@@ -65,23 +65,6 @@ def existing_folder(name: str | None) -> Path | None:
         return find_folder(name) if name else None
     except JobError:
         return None
-
-
-def _hub_cache() -> Path:
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
-
-
-def _cached(name: str) -> Path | None:
-    """The snapshot that the main branch of a cached repository refers to, else its newest one."""
-    snapshots = _hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots"
-    reference = snapshots.parent / "refs" / "main"
-    if reference.is_file():
-        commit = reference.read_text(encoding="utf-8").strip()
-        if re.fullmatch(r"[0-9a-f]{7,64}", commit) and (snapshots / commit / CONFIG).is_file():
-            return snapshots / commit
-    found = [p for p in snapshots.glob("*") if (p / CONFIG).is_file()]
-    return max(found, key=lambda p: p.stat().st_mtime, default=None)
 
 
 def read_json(path: Path) -> dict[str, Any]:

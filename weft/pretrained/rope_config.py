@@ -28,6 +28,8 @@ _KEYS = {
 }  # fmt: skip
 """By rope_type, the keys that it has and the fields of model.rope_scaling that they set."""
 _ALIASES = {"su": "longrope"}
+_MSCALES = ("mscale", "mscale_all_dim")
+"""Keys of yarn that set the attention factor if a config does not give it."""
 _LENGTHS = "max_position_embeddings"
 
 
@@ -45,6 +47,8 @@ class Rope:
     kinds: tuple[str, ...] = tuple(_KEYS)
     scaling: Mapping[str, Any] = field(default_factory=dict)
     """Scaling of a config that has none of the keys."""
+    original_len: int | None = None
+    """original_max_position_embeddings of a config without the key."""
 
     def read(self, config: Config) -> Fields:
         parameters = config.take("rope_parameters") or {}
@@ -55,7 +59,7 @@ class Rope:
                 raise config.wrong(key, found, "an object")
         theta = parameters.get("rope_theta", scaling.get("rope_theta", old_theta))
         share = parameters.get("partial_rotary_factor", scaling.get("partial_rotary_factor", old_share))
-        out: Fields = {"positions": "rope", "rope_theta": theta, **read_scaling(config, scaling)}
+        out: Fields = {"positions": "rope", "rope_theta": theta, **read_scaling(config, scaling, self.original_len)}
         if type(share) not in (int, float) or not 0 < share <= 1:
             raise config.wrong(self.share_key, share, "a share above 0 and up to 1")
         if share != 1 and not self.partial:
@@ -81,14 +85,15 @@ class Rope:
         return out | {"rope_parameters": parameters}
 
 
-def read_scaling(config: Config, found: Mapping[str, Any]) -> Fields:
-    """model.rope_scaling from rope_scaling or rope_parameters; nothing where positions are not scaled."""
+def read_scaling(config: Config, found: Mapping[str, Any], original_len: int | None = None) -> Fields:
+    """model.rope_scaling from rope_scaling or rope_parameters; nothing where positions are not scaled. `original_len`
+    is that of configs which have no original_max_position_embeddings, whatever their scaling says."""
     kind = found.get("rope_type") or found.get("type") or "default"
     kind = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     if kind not in _KEYS:
         raise config.wrong("rope_scaling type", kind, " or ".join(_KEYS))
     known = _KEYS[kind]
-    others = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *known}
+    others = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *known, *(_MSCALES if kind == "yarn" else ())}
     for key, value in found.items():
         if key not in others and value is not None and not (kind == "default" and key == "factor"):
             raise config.wrong(f"rope_scaling {key}", value, f"only {', '.join(known)} with rope_type {kind}")
@@ -96,10 +101,17 @@ def read_scaling(config: Config, found: Mapping[str, Any]) -> Fields:
         return {}
     fields = {name: found[key] for key, name in known.items() if found.get(key) is not None}
     longest = config.take(_LENGTHS)
-    if "original_len" in known.values() and "original_len" not in fields:
-        fields["original_len"] = config.take("original_max_position_embeddings", longest)
+    if "original_len" in known.values():  # outside of the scaling it has priority, as in transformers
+        outer = config.take("original_max_position_embeddings", original_len)
+        fields["original_len"] = outer or fields.get("original_len") or longest
     if "factor" not in fields and longest and fields.get("original_len"):
         fields["factor"] = max(1.0, longest / fields["original_len"])
+    scales = [found.get(key) or 0 for key in _MSCALES]
+    if not all(type(scale) in (int, float) and 0 <= scale < 100 for scale in scales):
+        raise config.wrong("rope_scaling mscale", scales, "numbers from 0")
+    if kind == "yarn" and all(scales) and "attention_factor" not in fields:
+        above, below = (_yarn_factor(fields.get("factor", 1.0), scale) for scale in scales)
+        fields["attention_factor"] = above / below
     return {"rope_scaling": {"kind": kind, **fields}}
 
 
@@ -126,15 +138,11 @@ class LatentRope:
         rope, plain = config.number("qk_rope_head_dim"), config.number("qk_nope_head_dim")
         Without(("head_dim", "qk_head_dim")).read(config)
         out: Fields = {"positions": "rope", "rope_theta": theta, "rope_dim": rope, "head_dim": rope + plain}
-        mscale, of_all = (scaling.pop(key, None) or 0 for key in ("mscale", "mscale_all_dim"))
+        of_all = scaling.get("mscale_all_dim") or 0
         out |= read_scaling(config, scaling)
         if found := out.get("rope_scaling"):
             if found["kind"] != "yarn":
                 raise config.wrong("rope_scaling type", found["kind"], "default or yarn")
-            if mscale and of_all and "attention_factor" not in found:
-                found["attention_factor"] = _yarn_factor(found["factor"], mscale) / _yarn_factor(
-                    found["factor"], of_all
-                )
             if of_all:
                 out["attention_scale"] = (rope + plain) ** -0.5 * _yarn_factor(found["factor"], of_all) ** 2
         return out

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from weft.hardware.network import use_loopback
@@ -21,6 +22,9 @@ from weft.supervisor.stop_signals import SignalForwarder
 
 GRACE_S = 10.0
 """How long the other ranks may take to exit after one has failed."""
+
+POLL_S = 0.05
+"""How often the ranks are looked at."""
 
 KILLED_BY_USER = -int(Exit.INTERRUPTED)
 """Returned by launch() after that: interrupted without saving."""
@@ -50,23 +54,75 @@ def rank_module(default: str) -> str:
 def launch(run: RunDir, world: int, lock: RunLock, log: Callable[[str], None], worker: tuple[str, ...] = WORKER) -> int:
     """Start the ranks of the run in this folder, wait for them, and print the cause if one failed. Returns the exit
     code."""
+    with SignalForwarder() as signals, ExitStack() as stack:
+        ranks = stack.enter_context(rank_processes(run, world, lock, signals, log, worker))
+        signals.unblock()
+        while (code := ranks.poll()) is None:
+            time.sleep(POLL_S)
+        return KILLED_BY_USER if signals.killed else code
+
+
+@contextmanager
+def rank_processes(
+    run: RunDir, world: int, lock: RunLock, signals: SignalForwarder, log: Callable[[str], None],
+    worker: tuple[str, ...] = WORKER,
+) -> Iterator[RankProcesses]:  # fmt: skip
+    """The ranks of a run, started. They are killed at the end of the context if they still run."""
     for old in run.logs.glob("failure-*.json"):
         old.unlink()
     run.logs.mkdir(parents=True, exist_ok=True)
     with memory_folder(log) as folder:
-        ranks: list[subprocess.Popen[bytes]] = []
-        with SignalForwarder() as signals:
-            try:
-                for rank in range(world):
-                    ranks.append(_start(run, rank, world, folder / "store", lock, worker))
-                    signals.add(ranks[-1])
-                signals.unblock()
-                code = _watch(run, lock, ranks, lambda text: None if signals.killed else log(text))
-            finally:
-                for process in ranks:
-                    process.kill()
-                    process.wait()
-        return KILLED_BY_USER if signals.killed else code
+        ranks = RankProcesses(run, lock, signals, log)
+        try:
+            for rank in range(world):
+                ranks.add(_start(run, rank, world, folder / "store", lock, worker))
+            yield ranks
+        finally:
+            ranks.kill()
+
+
+class RankProcesses:
+    """The processes of the ranks of one run."""
+
+    def __init__(self, run: RunDir, lock: RunLock, signals: SignalForwarder, log: Callable[[str], None]) -> None:
+        self._run, self._lock, self._signals, self._log = run, lock, signals, log
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._failed_at: float | None = None
+        self._first: int | None = None
+        self._silent: list[int] = []
+
+    def add(self, process: subprocess.Popen[bytes]) -> None:
+        self._ranks.append(process)
+        self._signals.add(process)
+
+    def kill(self) -> None:
+        """End the ranks that still run."""
+        for process in self._ranks:
+            process.kill()
+            process.wait()
+            self._signals.remove(process)
+
+    def poll(self) -> int | None:
+        """The exit code when all ranks have ended, else None. Kills the others some time after one has failed."""
+        self._lock.check()
+        ranks = self._ranks
+        bad = [i for i, p in enumerate(ranks) if p.poll() not in (None, *CLEAN_EXITS)]
+        if bad and self._failed_at is None:
+            self._failed_at, self._first = time.monotonic(), bad[0]
+        if any(p.poll() is None for p in ranks):
+            if self._failed_at is not None and time.monotonic() - self._failed_at > GRACE_S and not self._silent:
+                self._silent = [i for i, p in enumerate(ranks) if p.poll() is None]
+                for i in self._silent:
+                    ranks[i].kill()
+            return None
+        codes = [p.returncode for p in ranks]
+        bad = [i for i, c in enumerate(codes) if c not in CLEAN_EXITS]
+        if not bad:
+            return max(codes)
+        first = self._first if self._first is not None else bad[0]
+        return explain_failure(
+            self._run, codes, first, self._silent, lambda text: None if self._signals.killed else self._log(text)
+        )
 
 
 def _start(
@@ -88,25 +144,3 @@ def _start(
     module = rank_module(worker[0]) if worker == WORKER else worker[0]
     command = [sys.executable, "-m", module, str(run.path), *worker[1:]]
     return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=lock.handles)
-
-
-def _watch(run: RunDir, lock: RunLock, ranks: list[subprocess.Popen[bytes]], log: Callable[[str], None]) -> int:
-    failed_at: float | None = None
-    first: int | None = None
-    silent: list[int] = []
-    while any(p.poll() is None for p in ranks):
-        lock.check()
-        bad = [i for i, p in enumerate(ranks) if p.poll() not in (None, *CLEAN_EXITS)]
-        if bad and failed_at is None:
-            failed_at, first = time.monotonic(), bad[0]
-        if failed_at is not None and time.monotonic() - failed_at > GRACE_S and not silent:
-            silent = [i for i, p in enumerate(ranks) if p.poll() is None]
-            for i in silent:
-                ranks[i].kill()
-        time.sleep(0.05)
-    codes = [p.returncode for p in ranks]
-    bad = [i for i, c in enumerate(codes) if c not in CLEAN_EXITS]
-    if not bad:
-        return max(codes)
-    lock.check()
-    return explain_failure(run, codes, first if first is not None else bad[0], silent, log)

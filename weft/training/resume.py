@@ -34,7 +34,7 @@ SAMPLE_FIELDS = (
         ("data", key)
         for key in (
             "source", "seq_len", "tokenizer", "val_fraction", "mask_documents", "format", "template", "answers_only",
-            "packing", "field", "mixture", "anneal_from", "temperature", "shuffle", "shuffle_block",
+            "packing", "field", "streaming", "mixture", "anneal_from", "temperature", "shuffle", "shuffle_block",
         )
     ),
 )  # fmt: skip

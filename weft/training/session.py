@@ -19,6 +19,7 @@ from weft.data.dataset import Dataset, fingerprint_of, open_dataset
 from weft.data.growing import GrowingDataset, Rounds
 from weft.data.loader import Batch, Loader, to_device, val_batches
 from weft.data.sample_workers import auto_workers
+from weft.data.streamed import StreamedDataset
 from weft.guards.guards import Guards
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
@@ -96,7 +97,7 @@ class Session:
     def loader(self) -> Loader:
         """Batches from the next unread sample on."""
         job, mesh = self.job, self.mesh
-        if isinstance(self.dataset, GrowingDataset):
+        if isinstance(self.dataset, GrowingDataset | StreamedDataset):
             self.dataset.follow(self.state.data_rounds or self.dataset.rounds)
             self.state.data_rounds = self.dataset.rounds
         first = not any(mesh.coord(axis) for axis in ("tp", "cp", "pp"))  # their other ranks read the same samples
@@ -278,7 +279,7 @@ def open_session(
         merge_old_snapshots(session)
         resume_from_disk(session)
         guards.agreed = state.step
-    if isinstance(dataset, GrowingDataset):
+    if isinstance(dataset, GrowingDataset | StreamedDataset):
         known = cast(list[Rounds], mesh.all_gather_json(state.data_rounds or dataset.rounds))[0]
         dataset.follow(known)
         state.data_rounds = known

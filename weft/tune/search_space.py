@@ -96,6 +96,8 @@ def _halton(index: int, base: int) -> float:
 class EvenSampler:
     """Points that fill the space evenly (Halton sequence), the same ones for a seed."""
 
+    learns = False
+
     def __init__(self, space: Sequence[Dimension], seed: int):
         self.space, self.index = space, seed + 1
 
@@ -110,6 +112,8 @@ class EvenSampler:
 
 class BayesSampler:
     """Points near the best results so far: Optuna's tree-structured Parzen estimator."""
+
+    learns = True
 
     def __init__(self, space: Sequence[Dimension], seed: int):
         try:

@@ -11,6 +11,9 @@ from typing import Any, Protocol
 class Sampler(Protocol):
     """Proposes values of a trial, and learns from losses."""
 
+    learns: bool
+    """Whether proposals depend on the losses of earlier ones."""
+
     def ask(self) -> dict[str, Any]: ...
 
     def tell(self, values: dict[str, Any], loss: float) -> None: ...
@@ -42,27 +45,27 @@ def rungs(steps: int, trials: int, factor: int) -> list[tuple[int, int]]:
 
 
 def successive_halving(
-    sampler: Sampler, steps: int, trials: int, factor: int, run: Callable[[Trial, int], float],
-    report: Callable[[str], None] = lambda text: None,
+    sampler: Sampler, steps: int, trials: int, factor: int, run: Callable[[list[Trial], int], list[float]],
+    report: Callable[[str], None] = lambda text: None, at_once: int = 1,
 ) -> list[Trial]:  # fmt: skip
-    """All trials, the best first. `run` trains a trial up to a step, continuing it, and returns its loss."""
+    """All trials, the best first. `run` trains some up to a step, continuing them, and returns their losses. A sampler
+    that learns from losses proposes `at_once` trials at a time."""
     found: list[Trial] = []
     for i, (until, kept) in enumerate(rungs(steps, trials, factor)):
-        if i == 0:
-            taking = range(kept)
-        else:
+        if i:
             found.sort(key=lambda trial: (trial.loss, trial.number))
-            taking = range(min(kept, sum(math.isfinite(trial.loss) for trial in found)))
-        chosen = [] if i == 0 else [found[k] for k in taking]
-        for k in taking:
-            trial = chosen[k] if i else _new(sampler, found)
-            trial.loss = run(trial, until)
-            trial.steps = until
-            trial.losses[until] = trial.loss
-            if i == 0:
-                sampler.tell(trial.values, trial.loss)
-            values = " ".join(f"{key}={value}" for key, value in trial.values.items())
-            report(f"trial {trial.number} ({values}): step {until}, loss {trial.loss:.4f}")
+            kept = min(kept, sum(math.isfinite(trial.loss) for trial in found))
+        size = at_once if sampler.learns and i == 0 else max(1, kept)
+        for first in range(0, kept, size):
+            some = range(first, min(kept, first + size))
+            chosen = [found[k] for k in some] if i else [_new(sampler, found) for _ in some]
+            for trial, loss in zip(chosen, run(chosen, until), strict=True):
+                trial.loss, trial.steps = loss, until
+                trial.losses[until] = loss
+                if i == 0:
+                    sampler.tell(trial.values, loss)
+                values = " ".join(f"{key}={value}" for key, value in trial.values.items())
+                report(f"trial {trial.number} ({values}): step {until}, loss {loss:.4f}")
     found.sort(key=lambda trial: (-trial.steps, trial.loss, trial.number))
     return found
 

@@ -13,11 +13,9 @@ from weft.job.errors import Exit, JobError, WeftError
 from weft.job.load import load_job
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
-from weft.launch.run_files import RunFiles
-from weft.launch.train import prepare
+from weft.launch.queue.folder import QueueFolder
 from weft.planner.advice.pinned_job import write_job
-from weft.supervisor.local_ranks import launch
-from weft.supervisor.run_lock import run_lock
+from weft.tune.packed_trials import at_once, ranks_of_trial, run_packed, trial_queue
 from weft.tune.search_space import SAMPLERS, Dimension, parse_space
 from weft.tune.successive_halving import Trial, rungs, successive_halving
 from weft.tune.trial_plot import draw_trials
@@ -86,10 +84,16 @@ def tune(
     plan = ", ".join(f"{n} × {until} steps" for until, n in rungs(steps, options.trials, options.factor))
     report(f"{options.trials} trials: {plan}")
 
-    def run(trial: Trial, until: int) -> float:
-        return run_trial(name, overrides, trial, until, nproc, folder, report)
+    with trial_queue(job) as queue:
+        nproc = ranks_of_trial(job, nproc)
+        together = min(options.trials, at_once(job, nproc, queue))
+        if together > 1:
+            report(f"up to {together} trials at a time{f', {nproc} ranks each' if nproc else ''}")
 
-    trials = successive_halving(sampler, steps, options.trials, options.factor, run, report)
+        def run(trials: list[Trial], until: int) -> list[float]:
+            return run_trials(name, overrides, trials, until, nproc, folder, queue, report)
+
+        trials = successive_halving(sampler, steps, options.trials, options.factor, run, report, together)
     if not math.isfinite(trials[0].loss):
         raise JobError(f"no trial reached a finite loss; narrow the range of --over {options.over}")
     best = load_job(name, [*overrides, *_settings(trials[0].values)])
@@ -112,31 +116,26 @@ def _settings(values: dict[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
-def run_trial(
-    name: str, overrides: Sequence[str], trial: Trial, until: int, nproc: int | None, folder: Path,
-    report: Callable[[str], None],
-) -> float:  # fmt: skip
-    """Train a trial up to a step, from its checkpoint if there is one. Returns its loss; infinite if it diverged."""
-    job = load_job(name, [*overrides, *_settings(trial.values)])
-    changes = {"name": f"trial-{trial.number}", "runs_dir": str(folder), "checkpoint": job.checkpoint.local}
-    job, plan = prepare(job.model_copy(update=changes), nproc)
-    run = RunDir(folder / job.name)
-    if (done := loss_at(run, until)) is not None:
-        return done
-    with run_lock(run) as lock:
-        files = RunFiles(run, lock.created)
-        files.write(job, plan)
-        code = abs(launch(run, plan.world, lock, _quiet, worker=("weft.tune.rung", str(until))))
-    if code == Exit.DIVERGED:
-        return math.inf
-    if code != Exit.DONE:
-        raise _failed(code, run)
-    loss = loss_at(run, until)
-    return math.inf if loss is None else loss
-
-
-def _quiet(text: str) -> None:
-    """Lines of a trial's ranks are in its logs."""
+def run_trials(
+    name: str, overrides: Sequence[str], trials: Sequence[Trial], until: int, nproc: int | None, folder: Path,
+    queue: QueueFolder, report: Callable[[str], None],
+) -> list[float]:  # fmt: skip
+    """Train trials up to a step, from their checkpoints if they have some. Returns their losses; infinite of those that
+    diverged."""
+    jobs = []
+    for trial in trials:
+        job = load_job(name, [*overrides, *_settings(trial.values)])
+        changes = {"name": f"trial-{trial.number}", "runs_dir": str(folder), "checkpoint": job.checkpoint.local}
+        jobs.append(job.model_copy(update=changes))
+    runs = [RunDir(folder / job.name) for job in jobs]
+    left = [i for i, run in enumerate(runs) if loss_at(run, until) is None]
+    codes = run_packed([jobs[i] for i in left], nproc, queue, ("weft.tune.rung", str(until)), report)
+    for i, code in zip(left, map(abs, codes), strict=True):
+        if code not in (Exit.DONE, Exit.DIVERGED):
+            raise _failed(code, runs[i])
+    diverged = {i for i, code in zip(left, codes, strict=True) if abs(code) == Exit.DIVERGED}
+    losses = [None if i in diverged else loss_at(run, until) for i, run in enumerate(runs)]
+    return [math.inf if loss is None else loss for loss in losses]
 
 
 def _failed(code: int, run: RunDir) -> WeftError:

@@ -19,6 +19,7 @@ from weft.mesh import connect
 from weft.models.attention import REFERENCE, TokenInfo, attend, attend_backward, attention, merge
 from weft.parallel.context.attention import Context
 from weft.parallel.context.sequence_split import SequenceSplit
+from weft.planner import make_plan
 from weft.planner.plan import Plan
 from weft.planner.rules.layout_syntax import parse_layout, ranks
 from weft.planner.time.context import choose_style, context_bytes
@@ -139,16 +140,25 @@ def step_bytes(job: Any) -> dict[str, Any]:
 SECTIONS: dict[str, Any] = {
     "model": {"kv_heads": 2, "vocab": 16}, "data": {"seq_len": 256}, "train": {"global_batch": 2},
 }  # fmt: skip
-STEPS = ("cp 2 ring", "cp 4 ring", "cp 2 ulysses", "cp 4 ulysses", "cp 4 hybrid", "cp 2 × tp 2")
+PLAIN: dict[str, Any] = {}
+STEPS: dict[str, tuple[dict[str, Any], ...]] = {
+    "cp 2 ring": (PLAIN, {"recompute": "full"}, {"chunk": 40}),
+    "cp 4 ring": (PLAIN,),
+    "cp 2 ulysses": (PLAIN, {"recompute": "full"}, {"chunk": 40}),
+    "cp 4 ulysses": (PLAIN,),
+    "cp 4 hybrid": (PLAIN, {"recompute": "full"}),
+    "cp 2 × tp 2": (PLAIN, {"chunk": 40}),
+}
+"""Layouts with sections of memory."""
 
 
 def test_bytes_and_activations_match_the_plan(pool: RankPool) -> None:
     one = with_layout(make_job(**SECTIONS), {"dp_replicate": 1, "dp_shard": 1})
-    alone = pool.run(step_bytes, 1, one)[0]["memory"]
-    for layout in STEPS:
+    alone = pool.run(step_bytes, 1, make_plan(one))[0]["memory"]
+    for layout, memories in STEPS.items():
         section = parse_layout(layout)
-        for memory in ({}, {"recompute": "full"}, {"chunk": 40}):
-            spread = with_layout(make_job(**{**SECTIONS, "memory": memory}), section)
+        for memory in memories:
+            spread = make_plan(with_layout(make_job(**{**SECTIONS, "memory": memory}), section))
             for seen in pool.run(step_bytes, ranks(section), spread):
                 assert seen["sent"] == seen["formula"], (layout, memory)
                 if not memory and layout.endswith("ring"):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.parity import differences, make_job, run
+from helpers.parity import check, make_job, run
 
 from weft.launch.rank_pool import RankPool
 
@@ -17,19 +17,10 @@ BESIDE = (
 )  # fmt: skip
 
 
-def check(pool: RankPool, layouts: tuple[str, ...], *overrides: str, precision: str = "fp32", **sections: Any) -> None:
-    job = make_job(*overrides, **sections, precision=precision)
-    reference = run(pool, job, "1")
-    wrong = {}
-    for layout in layouts:
-        if found := differences(reference, run(pool, job, layout), precision):
-            wrong[layout] = found
-    assert not wrong
-
-
 def test_every_style_beside_every_axis(pool: RankPool) -> None:
     """Grouped queries with fewer key heads than ranks, and a length that does not divide."""
-    check(pool, (*STYLES, *BESIDE), "train.ema=0.5", model={"kv_heads": 2}, data={"seq_len": 11})
+    job = make_job("train.ema=0.5", model={"kv_heads": 2}, data={"seq_len": 11})
+    check(pool, job, (*STYLES, *BESIDE), steps=2)
 
 
 MODELS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
@@ -61,7 +52,7 @@ MODELS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_model(pool: RankPool, name: str) -> None:
     layouts, sections = MODELS[name]
-    check(pool, layouts, **sections)
+    check(pool, make_job(**sections), layouts)
 
 
 @pytest.mark.parametrize(
@@ -76,17 +67,16 @@ def test_chunks_and_offloaded_activations(
         "model": {"family": "gpt2", "dropout": 0.2, "vocab": 256, "layers": 3, "positions": "rope"},
         "data": {"source": str(documents), "mask_documents": offload == "none", "seq_len": 16},
     }
-    reference = run(pool, make_job(**sections), "1")
+    reference = run(pool, make_job(**sections), "1", 1)
     memory = {"chunk": 3 if offload == "none" else 0, "offload": offload, "host_gib": 3e-5}
-    job = make_job(**sections, memory=memory)
-    assert not {n: found for n in layouts if (found := differences(reference, run(pool, job, n)))}
+    check(pool, make_job(**sections, memory=memory), layouts, 1, reference)
 
 
 @pytest.mark.parametrize(("family", "layouts"), [("llama", STYLES[::2]), ("gpt2", (*STYLES[1::2], "cp 2 × tp 2"))])
 def test_masked_documents(pool: RankPool, documents: Path, family: str, layouts: tuple[str, ...]) -> None:
     data = {"source": str(documents), "mask_documents": True, "seq_len": 22}
-    check(pool, layouts, data=data, model={"family": family, "vocab": 256})
+    check(pool, make_job(data=data, model={"family": family, "vocab": 256}), layouts)
 
 
 def test_bf16(pool: RankPool) -> None:
-    check(pool, STYLES[2:], precision="bf16", model={"kv_heads": 2})
+    check(pool, make_job(precision="bf16", model={"kv_heads": 2}), STYLES[2:])

@@ -66,7 +66,7 @@ def test_metrics_do_not_depend_on_the_layout(pool: RankPool) -> None:
         found = []
         for layout in ("1", "pp 2 1f1b microbatches=4", "pp 2 zbv × dp_shard 2 zero=3 microbatches=2"):
             spread = section(layout)
-            answers = pool.run(on_ranks.evaluated, ranks(spread), with_layout(job, spread))
+            answers = pool.run(on_ranks.evaluated, ranks(spread), make_plan(with_layout(job, spread)))
             assert all(answer == answers[0] for answer in answers)
             found.append(answers[0])
         assert set(found[0]) == {"val_loss", "val_accuracy", "val_margin"}

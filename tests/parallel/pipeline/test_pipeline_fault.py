@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.command import Started, losses, run_of, step_of, weft, write_job
+from helpers.command import Started, losses, python, run_of, weft, write_job
+from helpers.self_faults import write_orders
 
 from weft.job.errors import Exit
-from weft.supervisor.local_ranks import GRACE_S
 from weft.training.rank import exit_code, is_peer_failure
 
 STEPS, TIMEOUT_S = 40, 20
@@ -32,23 +30,17 @@ JOB: dict[str, Any] = {
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Started:
     """A run whose rank 0 is stopped. The timeout elapses while the other test runs."""
     folder = tmp_path_factory.mktemp("stopped")
-    write_job(folder, **{**JOB, "comm": {"timeout_s": 5}})
-    started = Started(folder, "train", "job.yaml", "--no-resilient")
-    started.wait_for(lambda: step_of(run_of(folder, "run")) >= 2)
-    started.ranks()[0].send_signal(signal.SIGSTOP)
-    return started
+    write_job(folder, **JOB)
+    orders = write_orders(folder, {"kind": "stop", "rank": 0, "step": 3})
+    return Started(folder, "train", "job.yaml", "--no-resilient", **orders)
 
 
 @pytest.mark.usefixtures("stopped")
 def test_killed_rank_ends_the_run_which_then_resumes(tmp_path: Path) -> None:
-    write_job(tmp_path, **JOB)
+    write_job(tmp_path, **{**JOB, "checkpoint": {"every": 4, "background": False}})
     run = run_of(tmp_path, "run")
-    started = Started(tmp_path, "train", "job.yaml", "--no-resilient")
-    started.wait_for(lambda: step_of(run) >= 6)
-    started.ranks()[1].send_signal(signal.SIGKILL)
-    killed_at = time.monotonic()
-    result = started.end()
-    assert time.monotonic() - killed_at < TIMEOUT_S + GRACE_S
+    orders = write_orders(tmp_path, {"kind": "kill", "rank": 1, "step": 7})
+    result = python(tmp_path, "-m", "weft", "train", "job.yaml", "--no-resilient", **orders)
     assert result.code == Exit.DIFFERS
     assert result.err.splitlines()[-2].startswith("rank 1 was killed by SIGKILL")
     assert result.last == "log: runs/run/logs/rank-1.log; start the same command again to resume"

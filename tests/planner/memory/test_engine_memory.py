@@ -34,7 +34,7 @@ def job_of(model: Any, **sections: Any) -> Any:
 def test_layouts_together_and_alone_have_the_same_memory(model: Any, precision: str) -> None:
     start = start_plan(job_of(model, precision=precision))
     estimator = make_estimator(start.job, start.plan, start.world, start.device, start.memory_gib)
-    layouts = all_layouts(plan_space(start.job, start.plan, start.world, False))
+    layouts = all_layouts(plan_space(start.job, start.plan, start.world))
     some = layouts.take(np.random.default_rng(0).integers(0, len(layouts), 60))
     together = estimator.peak_gib(some)
     for i in range(0, len(some), 3):

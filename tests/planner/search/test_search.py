@@ -121,7 +121,7 @@ def test_recompute_by_block_is_only_as_much_as_memory_asks_for() -> None:
 @given(less=st.floats(12, 140), more=st.floats(0, 100))
 def test_more_memory_never_makes_a_fitting_plan_unfit(less: float, more: float) -> None:
     job = job_of("llama-8b", 2, 32, 2048)
-    space = job_space(job, 16, "bf16").restricted(schedules=(("1f1b", (1,)), ("zbv", (2,))))
+    space = job_space(job, 16, "bf16").restricted(schedules=(("1f1b", (1,)), ("zbv", (2,))), cp=(1,))
     layouts = all_layouts(space)
     small, large = (estimator_of(job, memory_gib=gib) for gib in (less, less + more))
     assert (~small.estimate(layouts).fits | large.estimate(layouts).fits).all()
@@ -131,7 +131,7 @@ def test_more_memory_never_makes_a_fitting_plan_unfit(less: float, more: float) 
 
 
 def test_symmetric_clusters_give_symmetric_answers() -> None:
-    """Where all links are the same, it does not matter how ranks are gathered in nodes, or where stages lie."""
+    """Where all links are the same, it does not matter how ranks are gathered in nodes."""
     flat = [{"name": "flat", "size": 16, "gb_s": 50, "latency_us": 5}]
     two, four = (job_of("llama-8b", n, 32, levels=flat, devices_per_node=16 // n) for n in (2, 4))
     found = [find_layouts(job_space(job, 16, "bf16"), estimator_of(job), top=4) for job in (two, four)]
@@ -139,9 +139,6 @@ def test_symmetric_clusters_give_symmetric_answers() -> None:
         found[1].layouts.plan(int(i)).layout() for i in found[1].best(4)
     ]
     assert found[0].times.min() == pytest.approx(found[1].times.min(), rel=1e-12)
-    space = job_space(two, 16, "bf16").restricted(pp=(4,), cp=(1,))
-    near, far = (find_layouts(space.restricted(placement=(p,)), estimator_of(two)).times.min() for p in (0, 1))
-    assert near == pytest.approx(far, rel=1e-9)
 
 
 def test_layouts_go_to_plans_and_back() -> None:
@@ -176,7 +173,7 @@ def test_rules_of_thumb_come_out_of_the_search(
     """Below 10B data parallelism alone; to 100B the model is cut a little, inside a node; above that tp, pp and dp at
     once, and the more so the larger. tp never leaves the node."""
     start = start_plan(job_of(model, nodes, batch, seq, device))
-    plan, _, found = pick_layout(start, trainable=True)
+    plan, _, found = pick_layout(start)
     assert found is not None and len(found)
     assert cut[0] <= plan.tp * plan.pp <= cut[1], plan.layout()
     assert plan.dp >= data
@@ -187,7 +184,7 @@ def test_rules_of_thumb_come_out_of_the_search(
 
 def test_experts_are_spread_by_the_search() -> None:
     start = start_plan(job_of("mixtral-8x7b", 8, 1024, 4096))
-    plan, reasons, found = pick_layout(start, trainable=False)
+    plan, reasons, found = pick_layout(start)
     assert found is not None and plan.ep > 1
     assert any(reason.startswith(f"ep {plan.ep}: without it a step would be") for reason in reasons)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, expect, sync_playwright
 
 from weft.watch.dash.app import create_app
 from weft.watch.dash.run_catalog import RunCatalog
@@ -28,7 +28,7 @@ def serving(root: Path, token: str | None = None) -> Iterator[str]:
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
         sock.close()
 
 
@@ -39,6 +39,7 @@ def dashboard() -> Callable[..., contextlib.AbstractContextManager[str]]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    expect.set_options(timeout=120_000)  # 5 s, the default, is too short on a busy machine
     flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage"]
     with sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=flags)

@@ -18,13 +18,13 @@ from weft.watch.journal import Journal
 
 
 def get(url: str, **headers: str) -> Any:
-    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=20) as answer:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=120) as answer:
         return json.loads(answer.read())
 
 
 def status(url: str, method: str = "GET", **headers: str) -> int:
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers, method=method), timeout=20) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers, method=method), timeout=120) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -57,7 +57,7 @@ def test_stream_reports_a_new_run(
     tmp_path: Path, make_run: Callable[..., RunDir], dashboard: Callable[..., Any]
 ) -> None:
     make_run(tmp_path / "one", steps=3)
-    with dashboard(tmp_path) as url, urllib.request.urlopen(f"{url}/api/stream", timeout=20) as stream:
+    with dashboard(tmp_path) as url, urllib.request.urlopen(f"{url}/api/stream", timeout=120) as stream:
         assert stream.readline() == b"retry: 2000\n"
         make_run(tmp_path / "two", steps=3)
         names = set()

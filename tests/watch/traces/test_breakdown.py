@@ -123,6 +123,7 @@ def test_the_perfetto_ui_shows_a_trace(tmp_path: Path) -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=flags)
         page = browser.new_page()
+        page.set_default_timeout(120_000)
         page.on("response", lambda response: answered.append(response.url))
         address = f"http://localhost:{server.server_port}/"
         page.goto(address)

@@ -31,7 +31,6 @@ from weft.planner.make_plan import (
 from weft.planner.memory.explain import explain_memory
 from weft.planner.number_format import gib, gib_difference
 from weft.planner.own_calibration import own_calibration
-from weft.planner.plan import Plan
 from weft.planner.search.survey import Survey, survey
 
 
@@ -81,7 +80,7 @@ def show(job: Job, nproc: int | None, asked: PlanOptions) -> PlanOutput:
         history, calibration = read_history(asked.history, start.device.name, calibration)
         data["history"] = history.to_json()
         blocks.append(tables.history_table(history))
-    made = survey(start, asked.top, asked.front, trainable=runs_here(start), calibration=calibration)
+    made = survey(start, asked.top, asked.front, beyond=not runs_here(start), calibration=calibration)
     data = {**made.to_json(), **data}
     text = [draw_schedule(made.job, made.plan)] if asked.gantt else []
     if asked.explain == "memory":
@@ -90,18 +89,17 @@ def show(job: Job, nproc: int | None, asked: PlanOptions) -> PlanOutput:
         blocks = [tables.runners_up(made), *([tables.pareto_front(made)] if asked.front else []), *blocks]
     failed = None if made.fits else _fit_error(made)
     if not made.fits:
-        found = changes(start, calibration)
+        found = changes(start, calibration, made.found.smallest_gib)
         data |= {
             "short_gib": made.found.smallest_gib - made.found.estimator.limit_gib,
             "changes": [c.to_json() for c in found],
         }
         blocks.append(tables.changes_that_fit(found))
     _add_tables(start, made, asked, calibration, data, blocks)
-    pinned = pinned_job(job, _trainable_plan(made, start, calibration)) if asked.apply and made.fits else None
-    instead = _trainable_instead(made, start, calibration)
+    pinned = pinned_job(job, made.plan) if asked.apply and made.fits else None
     took = tables.process_seconds()
     data["search"]["seconds"] = took
-    first = [describe_plan(made.job, made.plan), tables.estimates(made, instead, took)]
+    first = [describe_plan(made.job, made.plan), tables.estimates(made, took)]
     return PlanOutput("\n\n".join(block for block in [*first, *text, *blocks] if block), data, failed, pinned)
 
 
@@ -130,24 +128,6 @@ def _add_tables(
         blocks.append(tables.tuned_settings(settings))
 
 
-def _trainable_instead(made: Survey, start: PlanStart, calibration: Calibration) -> str:
-    """What weft train would use if it cannot train the best layout."""
-    if not made.untrainable or not made.fits or made.job.model.experts or made.job.cluster.also:
-        return ""
-    plan, _, found = pick_layout(start, trainable=True, calibration=calibration)
-    if found is None or len(found) == 0:
-        return "none that fits"
-    share = float(found.times[0] / made.found.times[0] - 1)
-    return f"{plan.layout()}, {100 * share:.1f} % slower"
-
-
-def _trainable_plan(made: Survey, start: PlanStart, calibration: Calibration) -> Plan:
-    """The best plan that weft train supports."""
-    if not made.untrainable:
-        return made.plan
-    return complete_plan(start, *pick_layout(start, trainable=True, calibration=calibration)[:2])[1]
-
-
 def _fit_error(made: Survey) -> FitError:
     found = made.found
     limit, need = found.estimator.limit_gib, found.smallest_gib
@@ -170,7 +150,7 @@ def _fit_error(made: Survey) -> FitError:
 
 def _own_model(start: PlanStart, asked: PlanOptions) -> PlanOutput:
     """Output for a model of your own, whose memory and time are not known before it is built."""
-    job, plan = complete_plan(start, *pick_layout(start, trainable=True)[:2])
+    job, plan = complete_plan(start, *pick_layout(start)[:2])
     text = describe_plan(job, plan) + ("\n\n" + draw_schedule(job, plan) if asked.gantt else "")
     data = {"job": job.model_dump(mode="json"), **plan.to_json()}
     return PlanOutput(text, data, None, pinned_job(start.job, plan) if asked.apply else None)

@@ -35,7 +35,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line(row) for row in (head, *rows))
 
 
-def estimates(made: Survey, instead: str, took_s: float) -> str:
+def estimates(made: Survey, took_s: float) -> str:
     """Time, cost, energy and goodput of the best layout, and the search; `took_s` is the command's wall time."""
     estimate, kept = made.estimate, made.goodput
     low, high = estimate["range_s"]
@@ -64,8 +64,6 @@ def estimates(made: Survey, instead: str, took_s: float) -> str:
         rows.append(("beyond", f"with the same degrees: {gains}"))
     if made.untrainable:
         rows.append(("note", made.untrainable[0]))
-    if instead:
-        rows.append(("", f"weft train would use {instead}"))
     return "\n".join(f"{name:10} {text}" for name, text in rows)
 
 
@@ -83,8 +81,6 @@ def _choice(point: Point) -> str:
     more = [f"microbatch {p.microbatch}"]
     if p.recompute != "none":
         more.append(f"recompute {p.recompute}")
-    if p.placement != "shards-near":
-        more.append(p.placement)
     return f"{p.layout()}, {', '.join(more)}"
 
 

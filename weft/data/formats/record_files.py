@@ -106,19 +106,32 @@ def _parquet_groups(path: str) -> list[int]:
         return [file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)]
 
 
-def _arrow_rows(path: str, first: int, end: int) -> Iterator[tuple[int, Record]]:
+@contextmanager
+def _arrow_batches(path: str) -> Iterator[Iterator[Any]]:
+    """The record batches of an arrow file or stream, mapped into memory: a batch that is not used is not read."""
     arrow, ipc = optional_module("pyarrow", path), optional_module("pyarrow.ipc", path)
     with arrow.memory_map(path) as file:
         with open(path, "rb") as start:
             is_file = start.read(6) == b"ARROW1"
         reader = ipc.open_file(file) if is_file else ipc.open_stream(file)
-        batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
+        yield (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else iter(reader)
+
+
+def _arrow_rows(path: str, first: int, end: int) -> Iterator[tuple[int, Record]]:
+    with _arrow_batches(path) as batches:
         number = 0
-        for batch in batches:
-            for start_row in range(0, batch.num_rows, 256):
-                for row in batch.slice(start_row, 256).to_pylist():
-                    number += 1
-                    yield number, row
+        for index, batch in enumerate(batches):
+            if index >= end:
+                return
+            for start_row in range(0, batch.num_rows if index >= first else 0, 256):
+                for offset, row in enumerate(batch.slice(start_row, 256).to_pylist()):
+                    yield number + start_row + offset + 1, row
+            number += batch.num_rows
+
+
+def _arrow_groups(path: str) -> list[int]:
+    with _arrow_batches(path) as batches:
+        return [batch.nbytes for batch in batches]
 
 
 @dataclass(frozen=True)
@@ -137,8 +150,8 @@ RECORD_FORMATS: dict[str, RecordFormat] = {
     ".jsonl.gz": RecordFormat(_gz_lines),
     ".ndjson.gz": RecordFormat(_gz_lines),
     ".parquet": RecordFormat(_parquet_rows, _parquet_groups),
-    ".arrow": RecordFormat(_arrow_rows),
-    ".feather": RecordFormat(_arrow_rows),
+    ".arrow": RecordFormat(_arrow_rows, _arrow_groups),
+    ".feather": RecordFormat(_arrow_rows, _arrow_groups),
 }
 """By the end of a file's name."""
 

@@ -26,7 +26,7 @@ def claimed_for_run(
     `nodes`: machines of the run, with `nproc` ranks each. Yields the job and the number of ranks on this machine to
     plan with, and the open files that the ranks have to inherit.
     """
-    queue = _queue_of(job)
+    queue = queue_of(job)
     if queue is None:
         yield job, nproc, ()
         return
@@ -42,7 +42,8 @@ def claimed_for_run(
         yield _with_shared_memory(job, request, held.queue), nproc, (held.handle,)
 
 
-def _queue_of(job: Job) -> QueueFolder | None:
+def queue_of(job: Job) -> QueueFolder | None:
+    """The queue of this machine, if it has one and this process is not inside a claim of it."""
     if job.queue.claim is False or INSIDE_CLAIM in os.environ:
         return None
     path = queue_path()

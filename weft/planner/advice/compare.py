@@ -73,7 +73,7 @@ def _plan_offer(start: PlanStart, text: str, calibration: Calibration) -> Offer:
     if tried.device != start.device:
         calibration = own_calibration(tried.device)
     estimator = make_estimator(tried.job, tried.plan, tried.world, tried.device, tried.memory_gib, calibration)
-    found = LayoutSearch(plan_space(tried.job, tried.plan, tried.world, False), estimator).find()
+    found = LayoutSearch(plan_space(tried.job, tried.plan, tried.world), estimator).find()
     shown = Offer(text, device.name, price, spot, "", False, note=note)
     if len(found) == 0:
         return replace(

@@ -12,13 +12,15 @@ from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.planner.calibration import Calibration
 from weft.planner.estimator import make_estimator
-from weft.planner.make_plan import PlanStart, complete_plan, runs_here, start_plan
+from weft.planner.make_plan import PlanStart, complete_plan, start_plan
 from weft.planner.own_calibration import own_calibration
 from weft.planner.search.choose import keep_pinned, plan_space
 from weft.planner.search.search import LayoutSearch
 from weft.planner.search.survey import run_cost
 
 Idea = tuple[str, Job]
+MIN_SHARE = 0.5
+"""With n times the nodes no layout needs less than this, over n, of what the smallest one needs now."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,12 @@ class Change:
         }  # fmt: skip
 
 
-def changes(start: PlanStart, calibration: Calibration, number: int = 3) -> list[Change]:
-    """The `number` cheapest changes that make a job fit, by cost, or by energy without prices."""
+def changes(start: PlanStart, calibration: Calibration, needs_gib: float, number: int = 3) -> list[Change]:
+    """The `number` cheapest changes that make a job fit, by cost, or by energy without prices. `needs_gib` is the
+    memory of its smallest layout."""
     works: list[Change] = []
     rest: list[Change] = []
-    for group in _ideas(start):
+    for group in _ideas(start, needs_gib / calibration.usable):
         # a group is ordered from small changes to large
         tries = (_try(start, what, job, calibration) for what, job in group)
         tried = sorted(islice((change for change in tries if change), number), key=_cost)
@@ -65,7 +68,7 @@ def _try(start: PlanStart, what: str, job: Job, calibration: Calibration) -> Cha
         return None
     if tried.device != start.device:
         calibration = own_calibration(tried.device)
-    space = plan_space(tried.job, tried.plan, tried.world, runs_here(tried))
+    space = plan_space(tried.job, tried.plan, tried.world)
     estimator = make_estimator(tried.job, tried.plan, tried.world, tried.device, tried.memory_gib, calibration)
     found = LayoutSearch(space, estimator).find()
     if len(found) == 0:
@@ -80,8 +83,9 @@ def _try(start: PlanStart, what: str, job: Job, calibration: Calibration) -> Cha
     return Change(what, seconds, float(found.peaks[0]), estimator.limit_gib, usd, kwh)
 
 
-def _ideas(start: PlanStart) -> Iterator[list[Idea]]:
-    """Groups of changes, of which the best is listed: the text of each change, and the changed job."""
+def _ideas(start: PlanStart, needs_gib: float) -> Iterator[list[Idea]]:
+    """Groups of changes, of which the best is listed: the text of each change, and the changed job. `needs_gib` is the
+    memory of a device on which the smallest layout would fit."""
     nodes, world = start.job.cluster.nodes, start.world
     given = start_plan(start.job).world != world  # by --nproc, which must change with the nodes
     job = _with(start.job, "cluster", devices_per_node=world // nodes)
@@ -89,7 +93,8 @@ def _ideas(start: PlanStart) -> Iterator[list[Idea]]:
 
     def more(like: Job, words: str = "") -> list[Idea]:
         made = []
-        for n in (nodes * times for times in (2, 4, 8, 16, 32, 64, 128)):
+        helpful = [times for times in (2, 4, 8, 16, 32, 64, 128) if MIN_SHARE * needs_gib / times <= start.memory_gib]
+        for n in (nodes * times for times in helpful):
             ranks = f" --nproc {world // nodes * n}" if given else ""
             made.append((f"{words}cluster.nodes={n}{ranks}", _with(like, "cluster", nodes=n)))
         return made
@@ -114,7 +119,8 @@ def _ideas(start: PlanStart) -> Iterator[list[Idea]]:
         stored = _with(job, "memory", activations="fp8", recompute=again)
         yield [(f"memory.activations=fp8{also}", stored)]
     yield more(job)
-    larger = [d for d in DEVICES.values() if d.kind == start.device.kind and d.memory_gib > 1.02 * start.memory_gib]
+    least = max(1.02 * start.memory_gib, needs_gib if job.parallel == "auto" else 0.0)
+    larger = [d for d in DEVICES.values() if d.kind == start.device.kind and d.memory_gib >= least]
     larger.sort(key=lambda device: device.memory_gib)
     also = "" if job.cluster.memory_gib is None else " cluster.memory_gib=null"
     yield [(f"cluster.device={d.name}{also}", _with(job, "cluster", device=d.name, memory_gib=None)) for d in larger]

@@ -102,7 +102,7 @@ def _best(start: PlanStart, batch: int, calibration: Calibration, blocks: int | 
     model = start.job.model.model_copy(update={"layers": blocks}) if blocks else start.job.model
     job = start.job.model_copy(update={"train": train, "model": model})
     estimator = make_estimator(job, start.plan, start.world, start.device, start.memory_gib, calibration)
-    search = LayoutSearch(plan_space(job, start.plan, start.world, False), estimator)
+    search = LayoutSearch(plan_space(job, start.plan, start.world), estimator)
     return search.find() if search.size else None
 
 

@@ -1,4 +1,4 @@
-"""Rules on the data: tasks of a mixture."""
+"""Rules on the data: growing and streamed sources, tasks of a mixture."""
 
 from __future__ import annotations
 
@@ -10,22 +10,31 @@ TASK_FIELDS = ("function", "output", "target")
 
 
 def growing_rule(job: Job, plan: Plan) -> str | None:
-    """A growing source has no epochs, and its state is that of one stream of samples."""
+    """A growing or streamed source has no known length, and its state is that of one stream of samples."""
     data = job.data
-    if not data.growing:
+    if not (data.growing or data.streaming):
         return None
+    field = "data.growing" if data.growing else "data.streaming"
     for wrong, what in (
+        (data.growing and data.streaming, "data.streaming=true"),
+        (data.streaming and data.format == "pairs", "data.format=pairs"),
+        (data.streaming and data.format == "captions", "data.format=captions"),
+        (data.streaming and data.workers not in (0, "auto"), f"data.workers={data.workers}"),
         (bool(data.mixture), "data.mixture"),
         (data.images is not None, "data.images"),
         (data.format == "labels", "data.format=labels"),
         (job.train.epochs is not None, f"train.epochs={job.train.epochs or 0:g}"),
         (data.drop_last, "data.drop_last=true"),
         (job.model.is_encoder, f"model.family={job.model.family}"),
+        (
+            data.streaming and (job.model.is_encoder_decoder or job.model.is_classifier or job.model.is_stack),
+            f"model.family={job.model.family}",
+        ),
         (bool(job.model.module) and data.format is None and ":" in data.source, f"data.source={data.source}"),
         (job.train.sync.mode in ("server", "federated"), f"train.sync={job.train.sync.mode}"),
     ):
         if wrong:
-            return f"data.growing=true does not support {what}; leave one of them out"
+            return f"{field}=true does not support {what}; leave one of them out"
     return None
 
 

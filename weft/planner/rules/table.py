@@ -33,13 +33,6 @@ def mixed_devices_rule(job: Job, plan: Plan) -> str | None:
     return f"cluster.also={names}: several kinds of devices can be planned but not trained on yet; leave it out"
 
 
-def placement_rule(job: Job, plan: Plan) -> str | None:
-    """Only the mesh's own order of axes is supported in training."""
-    if plan.placement == "shards-near":
-        return None
-    return f"placement={plan.placement} can be planned but not trained yet; placement=shards-near would work"
-
-
 def power_cap_rule(job: Job, plan: Plan) -> str | None:
     """Only GPUs have a power limit that can be set."""
     if job.watch.power_cap_w is None or plan.device == "cuda":
@@ -57,7 +50,7 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 """A layout that breaks one of these can be neither planned nor trained."""
 
-RUNNABLE: tuple[Rule, ...] = (mixed_devices_rule, mpi_rule, placement_rule, power_cap_rule)
+RUNNABLE: tuple[Rule, ...] = (mixed_devices_rule, mpi_rule, power_cap_rule)
 """A layout that breaks one of these can be planned, but not trained."""
 
 

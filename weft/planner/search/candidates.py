@@ -22,13 +22,8 @@ OFFLOADS = ("none", "optimizer", "activations")
 _WITHOUT_STATES = {"states": "none", "all": "activations", "auto": "none"}
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 CP_STYLES = ("ring", "ulysses", "hybrid")
-PLACEMENTS = (
-    ("tp", "cp", "dp_shard", "dp_replicate", "pp"),
-    ("tp", "cp", "pp", "dp_shard", "dp_replicate"),
-)
-"""Axes from neighbouring ranks outwards. The first is the mesh order: shards near, stages far apart; the second has
-stages near and shards far apart."""
-PLACEMENT_NAMES = ("shards-near", "stages-near")
+NEAREST_FIRST = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
+"""Axes of the mesh from neighbouring ranks outwards."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,6 @@ class Layouts:
     offload: IntArray
     precision: IntArray
     compression: IntArray
-    placement: IntArray
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -178,7 +172,6 @@ _CODED: dict[str, Callable[[], tuple[str, ...]]] = {
     "precision": lambda: PRECISIONS,
     "compression": COMPRESSORS.names,
     "cp_style": lambda: CP_STYLES,
-    "placement": lambda: PLACEMENT_NAMES,
 }
 
 _DEFAULTS: dict[str, Any] = {

@@ -6,22 +6,19 @@ import typing
 from dataclasses import replace
 from typing import Any
 
-from weft.job.schema import Job, Memory
+from weft.job.schema import Job
 from weft.planner.advice.why import reasons
 from weft.planner.estimator import Estimator
 from weft.planner.plan import Plan
 from weft.planner.rules.arithmetic import divisors
-from weft.planner.rules.table import RUNNABLE
 from weft.planner.schedules.registry import resolve_name
 from weft.planner.search.search import LayoutSearch, SearchResult
 from weft.planner.search.space import Space, job_space
 
 
-def plan_space(job: Job, plan: Plan, world: int, trainable: bool) -> Space:
-    """The layouts that the job leaves open; with `trainable`, only those this version trains. `plan` has the pins."""
+def plan_space(job: Job, plan: Plan, world: int) -> Space:
+    """The layouts that the job leaves open. `plan` has the pins."""
     space = job_space(job, world, plan.precision)
-    if trainable:
-        space = _trainable(space, job, plan)
     if job.parallel != "auto":
         return _pinned(space, job, plan)
     return _on_cpus(space) if plan.device == "cpu" else space
@@ -32,21 +29,6 @@ def _on_cpus(space: Space) -> Space:
     options = [d for d in divisors(space.world) if space.batch % d == 0]
     most = max(d for d in options if space.dp is None or d in space.dp)
     return space.restricted(pp=(1,), cp=(1,), dp=(most,))
-
-
-def _trainable(space: Space, job: Job, plan: Plan) -> Space:
-    def refused(**changed: Any) -> bool:
-        tried = replace(plan, **changed)
-        return any(rule(job, tried) and not rule(job, plan) for rule in RUNNABLE)
-
-    kinds = [kind for kind in space.recompute if kind in choices(Memory, "recompute")]
-    only: dict[str, Any] = {"recompute": tuple(kinds) or space.recompute[:1]}
-    for axis in ("cp", "ep"):
-        if refused(**{axis: 2}):
-            only[axis] = (1,)
-    if refused(placement="stages-near"):
-        only["placement"] = (0,)
-    return space.restricted(**only)
 
 
 def _types(section: Any, name: str) -> tuple[Any, ...]:
@@ -69,7 +51,7 @@ def _pinned(space: Space, job: Job, plan: Plan) -> Space:
     name = resolve_name(plan.schedule, plan.virtual_stages)
     accumulation = space.accumulation if given.microbatches == "auto" else given.microbatches
     return space.restricted(
-        tp=(plan.tp,), cp=(plan.cp,), pp=(plan.pp,), ep=(plan.ep,), dp_shard=(plan.dp_shard,), placement=(0,),
+        tp=(plan.tp,), cp=(plan.cp,), pp=(plan.pp,), ep=(plan.ep,), dp_shard=(plan.dp_shard,),
         dp_replicate=(plan.dp_replicate,), zero=(plan.zero,), cp_style=(plan.cp_style,),
         sequence=plan.sequence, accumulation=accumulation,
         schedules=((name, (plan.virtual_stages,)),), experts=1 if plan.ep > 1 else 0,

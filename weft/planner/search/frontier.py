@@ -24,8 +24,7 @@ def complexity(layouts: Layouts) -> NDArray[np.float64]:
     several = [
         3 * (layouts.pp > 1), 2 * (layouts.tp > 1), 2 * (layouts.cp > 1), layouts.ep > 1, layouts.dp_shard > 1,
         (layouts.dp_replicate > 1) & (layouts.dp_shard > 1), 0.1 * layouts.zero, 0.5 * (layouts.schedule > 0),
-        0.5 * layouts.placement, 0.5 * layouts.recompute,
-        0.2 * (layouts.recompute_blocks >= 0), layouts.offload > 0, layouts.compression > 0,
+        0.5 * layouts.recompute, 0.2 * (layouts.recompute_blocks >= 0), layouts.offload > 0, layouts.compression > 0,
     ]  # fmt: skip
     return np.asarray(sum(np.asarray(part, float) for part in several))
 

@@ -1,6 +1,6 @@
 """Branch and bound over a space: the fastest layouts that fit, found exactly.
 
-Settings fall in two: coarse ones (degrees, ZeRO stage, microbatch) and fine ones (schedule, placement, recompute). For
+Settings are coarse (degrees, ZeRO stage, microbatch) or fine (schedule, style of cp, recompute). For
 each coarse row the estimator itself gives a bound: no bubble, no messages between stages, no embedding and head on
 a stage's blocks and nothing recomputed is never slower than any fine choice; as few waiting microbatches as a schedule
 allows and everything recomputed never needs more memory. Rows are opened from the lowest bound up, until the bound is
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -48,13 +49,29 @@ class SearchResult:
     """Candidates in the space."""
     estimated: int
     """Candidates, and bounds of groups of them, that were estimated one by one."""
-    smallest_gib: float
-    """Memory of the layout that needs least where none fits, else of the best."""
-    smallest: Layouts
-    """That layout."""
+    rows: Columns
+    """The coarse rows that were searched."""
+    bounds: NDArray[np.float64]
+    """GiB that no layout of each row stays under."""
 
     def __len__(self) -> int:
         return len(self.layouts)
+
+    @property
+    def smallest(self) -> Layouts:
+        """The layout that needs least memory where none fits, else the best."""
+        return self._smallest[0]
+
+    @property
+    def smallest_gib(self) -> float:
+        """The memory of that layout."""
+        return self._smallest[1]
+
+    @cached_property
+    def _smallest(self) -> tuple[Layouts, float]:
+        if len(self):
+            return self.layouts.take([0]), float(self.peaks[0])
+        return _smallest(self.space, self.estimator, self.rows, self.bounds)
 
     def best(self, number: int) -> IntArray:
         """Indices of the best layout of each of the first `number` different sets of degrees."""
@@ -103,10 +120,7 @@ class LayoutSearch:
             if len(batch):
                 estimated += _open_rows(space, estimator, {key: array[batch] for key, array in rows.items()}, kept)
         found = kept.result(layouts_of(space, _none(rows)))
-        smallest, least = (
-            (found[0].take([0]), float(found[2][0])) if len(found[0]) else _smallest(space, estimator, rows, peaks)
-        )
-        return SearchResult(space, estimator, *found, size, estimated, least, smallest)
+        return SearchResult(space, estimator, *found, size, estimated, rows, peaks)
 
 
 def _none(rows: Columns) -> Columns:
@@ -134,11 +148,7 @@ def _row_bounds(space: Space, estimator: Estimator, rows: Columns) -> tuple[NDAr
         small = replace(estimator, model=_smallest_stage_model(estimator.model, part))
         code = np.full(len(part), RECOMPUTES.index(space.recompute[0]))
         fast = replace(part, schedule=np.full(len(part), lone), recompute=code)
-        best = _without_pipeline(small.estimate_time(fast))
-        for other in space.placement[1:]:
-            moved = replace(fast, placement=np.where(part.pp > 1, other, 0))
-            best = np.minimum(best, _without_pipeline(small.estimate_time(moved)))
-        times[a + fit] = best
+        times[a + fit] = _without_pipeline(small.estimate_time(fast))
 
     return times, peaks
 

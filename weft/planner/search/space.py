@@ -66,7 +66,6 @@ class Space:
     offload: tuple[str, ...] = ("none",)
     precision: tuple[str, ...] = ("bf16",)
     compression: tuple[str, ...] = ("none",)
-    placement: tuple[int, ...] = (0, 1)
     cp_style: tuple[str, ...] = ("ring", "ulysses")
     heads: int = 0
     kv_heads: int = 0
@@ -162,10 +161,8 @@ def coarse(space: Space) -> Columns:
 
 
 def expand(space: Space, rows: Columns) -> Columns:
-    """Each coarse row with each schedule, style of cp, placement and recompute that it can have."""
+    """Each coarse row with each schedule, style of cp and recompute that it can have."""
     rows = _styles(space, _schedules(space, rows))
-    far = (rows["pp"] > 1) & (rows["dp_shard"] * rows["dp_replicate"] > 1)
-    rows = _spread(rows, "placement", [np.where(far, p, 0) for p in space.placement], unique=True)
     codes = [RECOMPUTES.index(word) for word in space.recompute]
     return _spread(rows, "recompute", [np.full(len(rows["tp"]), code) for code in codes])
 
@@ -186,9 +183,7 @@ def count(space: Space, rows: Columns) -> int:
     swaps = ("ulysses" in space.cp_style) & (space.kv_heads % np.maximum(rows["tp"] * rows["cp"], 1) == 0)
     pinned = len(space.cp_style) == 1
     styles = np.where((rows["cp"] > 1) & (not pinned), ("ring" in space.cp_style) + 1 * swaps, 1)
-    far = (rows["pp"] > 1) & (rows["dp_shard"] * rows["dp_replicate"] > 1)
-    places = np.where(far, len(space.placement), 1)
-    return int((pipes * styles * places).sum()) * len(space.recompute)
+    return int((pipes * styles).sum()) * len(space.recompute)
 
 
 def _max_stages(space: Space, rows: Columns) -> IntArray:

@@ -95,13 +95,14 @@ class Survey:
 
 
 def survey(
-    start: PlanStart, top: int = 5, front: bool = True, trainable: bool = False, calibration: Calibration | None = None
+    start: PlanStart, top: int = 5, front: bool = True, beyond: bool = True, calibration: Calibration | None = None
 ) -> Survey:
-    """Search a job's layouts; a JobError where no layout divides its batch and ranks."""
+    """Search a job's layouts; a JobError where no layout divides its batch and ranks. With `beyond`, also search with
+    settings that the job does not use."""
     job, plan = start.job, start.plan
     calibration = calibration or own_calibration(start.device)
     estimator = make_estimator(job, start.plan, start.world, start.device, start.memory_gib, calibration)
-    space = plan_space(job, plan, start.world, trainable)
+    space = plan_space(job, plan, start.world)
     search = LayoutSearch(space, estimator)
     if search.size == 0:
         raise JobError(
@@ -119,9 +120,9 @@ def survey(
     others = [_point(start, found, int(i), compare(found, found.layouts, int(i))) for i in found.best(top)[1:]]
     others.sort(key=lambda point: point.raw_step_time_s)
     refused = tuple(text for rule in RUNNABLE if (text := rule(job, chosen)))
-    gains = () if trainable else tuple(gains_of_other_settings(search, found))
+    gains = tuple(gains_of_other_settings(search, found)) if beyond else ()
     made = Survey(job, chosen, start, search, found, estimate, kept, tuple(others), (), refused, gains)
-    return replace(made, front=_front(made, trainable, calibration)) if front else made
+    return replace(made, front=_front(made, calibration)) if front else made
 
 
 def _goodput(job: Job, plan: Plan, step_time_s: float) -> Goodput:
@@ -160,7 +161,7 @@ def on_fewer_nodes(start: PlanStart, times: int) -> PlanStart | None:
     return replace(start, job=start.job.model_copy(update={"cluster": cluster}), world=start.world // times, plan=plan)
 
 
-def _front(made: Survey, trainable: bool, calibration: Calibration) -> tuple[Point, ...]:
+def _front(made: Survey, calibration: Calibration) -> tuple[Point, ...]:
     """The Pareto front in time, memory, cost and energy, on all nodes and on fewer."""
     points: list[Point] = []
     for times in NODE_FRACTIONS:
@@ -171,7 +172,7 @@ def _front(made: Survey, trainable: bool, calibration: Calibration) -> tuple[Poi
             found = made.found
         else:
             estimator = make_estimator(start.job, start.plan, start.world, start.device, start.memory_gib, calibration)
-            found = LayoutSearch(plan_space(start.job, start.plan, start.world, trainable), estimator).find()
+            found = LayoutSearch(plan_space(start.job, start.plan, start.world), estimator).find()
         if len(found):
             points += [_point(start, found, int(i)) for i in _front_indices(found)]
     return tuple(_sample_front(pareto_points(points)))

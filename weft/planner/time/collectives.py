@@ -8,7 +8,7 @@ import numpy as np
 
 from weft.planner.calibration import Calibration
 from weft.planner.model.facts import ClusterFacts, Size
-from weft.planner.search.candidates import PLACEMENTS, Layouts
+from weft.planner.search.candidates import NEAREST_FIRST, Layouts
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,11 @@ class Group:
 
 def axis_group(cluster: ClusterFacts, layouts: Layouts, axis: str, cal: Calibration) -> Group:
     """The group of an axis of the mesh, of `ep`, or of all ranks (`everyone`)."""
-    if axis not in PLACEMENTS[0]:
+    if axis not in NEAREST_FIRST:
         return rank_group(cluster, layouts.ep if axis == "ep" else layouts.world, 1.0, cal)
-    strides = []
-    for order in PLACEMENTS:
-        nearer = [getattr(layouts, other) for other in order[: order.index(axis)]]
-        strides.append(np.prod([np.ones(len(layouts)), *nearer], axis=0))
-    return rank_group(cluster, getattr(layouts, axis), np.choose(layouts.placement, strides), cal)
+    nearer = [getattr(layouts, other) for other in NEAREST_FIRST[: NEAREST_FIRST.index(axis)]]
+    stride = np.prod([np.ones(len(layouts)), *nearer], axis=0)
+    return rank_group(cluster, getattr(layouts, axis), stride, cal)
 
 
 def rank_group(cluster: ClusterFacts, ranks: Size, stride: Size, cal: Calibration) -> Group:

@@ -50,7 +50,7 @@ class WeightExchange:
         """The settings that these times depend on."""
         return (
             layouts.tp, layouts.pp, layouts.virtual_stages, LAST_STAGE_ON_FIRST_RANK[layouts.schedule], layouts.ep,
-            layouts.cp, layouts.dp_shard, layouts.dp_replicate, layouts.zero, layouts.placement, layouts.compression,
+            layouts.cp, layouts.dp_shard, layouts.dp_replicate, layouts.zero, layouts.compression,
             layouts.precision, layouts.offload,
         )  # fmt: skip
 

@@ -10,7 +10,7 @@ from weft.planner.plan import Plan
 from weft.planner.schedules.registry import make_schedule
 from weft.planner.schedules.simulate import simulate
 from weft.planner.schedules.stage_costs import stage_costs
-from weft.planner.search.candidates import PLACEMENT_NAMES, PLACEMENTS
+from weft.planner.search.candidates import NEAREST_FIRST
 from weft.watch.figures.figure import Figure
 
 MAX_NODES = 32
@@ -20,9 +20,9 @@ SHADES = ("#9ecae1", "#fcae91", "#a1d99b", "#fdd49e", "#bcbddc", "#fbb4b9", "#d9
 
 
 def coordinates(plan: Plan, rank: int) -> dict[str, int]:
-    """A rank's coordinate on each axis, by the plan's placement."""
+    """A rank's coordinate on each axis."""
     place = {}
-    for axis in PLACEMENTS[PLACEMENT_NAMES.index(plan.placement)]:
+    for axis in NEAREST_FIRST:
         degree = getattr(plan, axis)
         place[axis] = rank % degree
         rank //= degree
@@ -58,7 +58,7 @@ def mesh_figure(data: dict[str, Any]) -> Figure:
     }  # fmt: skip
     named = ", ".join(f"{short[a]} {a}" for a in split) or "one rank"
     unit = {"pp": "stage", "dp_shard": "shard", "dp_replicate": "replica"}[axis]
-    caption = f"The colour is the {unit}; {named}. Placement: {plan.placement}."
+    caption = f"The colour is the {unit}; {named}."
     caption += f" The first {shown} of {nodes} nodes." if shown < nodes else ""
     layout = {
         "yaxis": {"autorange": "reversed", "showgrid": False}, "xaxis": {"side": "bottom", "showgrid": False},

@@ -1,0 +1,155 @@
+"""Trials of a rung, several at once: each claims its devices, cores and memory from the queue of this machine.
+
+On a machine without a queue, or inside a claim, trials share a queue of their own over what this process may use.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from weft.hardware.probe import probe
+from weft.job.errors import Exit, FitError, JobError, MachineError, WeftError
+from weft.job.run_folder import RunDir
+from weft.job.schema import Job
+from weft.launch.queue.claim import claim
+from weft.launch.queue.folder import QueueFolder
+from weft.launch.queue.machine import this_machine
+from weft.launch.queue.records import QueueSettings, Request
+from weft.launch.queue.run_claim import queue_of, request_of
+from weft.launch.run_files import RunFiles
+from weft.launch.train import prepare
+from weft.planner import make_plan
+from weft.planner.plan import Plan
+from weft.planner.ranks import device_for, device_memory
+from weft.supervisor.local_ranks import POLL_S, RankProcesses, rank_processes
+from weft.supervisor.run_lock import run_lock
+from weft.supervisor.stop_signals import SignalForwarder, signals_blocked
+
+CLAIM_POLL_S = 1.0
+"""How often resources that others hold are asked for again."""
+
+
+@contextmanager
+def trial_queue(job: Job) -> Iterator[QueueFolder]:
+    """The queue of the machine, or one for these trials alone."""
+    if (found := queue_of(job)) is not None:
+        yield found
+        return
+    with tempfile.TemporaryDirectory(prefix="weft-tune-") as folder:
+        yield QueueFolder.create(Path(folder) / "queue", QueueSettings(this_machine(), idle_minutes=0))
+
+
+def ranks_of_trial(job: Job, nproc: int | None) -> int | None:
+    """Ranks of each trial: --nproc, those of a pinned layout, or the fewest in whose memory the job fits, so that most
+    trials run at once."""
+    if nproc is not None or job.parallel != "auto":
+        return nproc
+    most = make_plan(job)[1].world
+    for ranks in (1 << i for i in range(most.bit_length())):
+        try:
+            described, plan = make_plan(job, ranks)
+        except (FitError, JobError):
+            continue
+        if plan.predicted["memory_gib"] <= device_memory(described, device_for(described, probe()), probe(), ranks):
+            return ranks
+    return None
+
+
+def trial_request(job: Job, plan: Plan, queue: QueueFolder) -> Request:
+    """What a trial claims: on CPUs one core for each rank, unless the job says otherwise."""
+    found = request_of(job, plan, queue)
+    if plan.device == "cpu" and job.queue.cores == "auto":
+        found = replace(found, cores=min(plan.world, len(queue.settings.machine.cores)))
+    return found
+
+
+@dataclass(frozen=True)
+class RunningTrial:
+    """A trial with its ranks, and what it holds."""
+
+    number: int
+    """Place in the list of trials."""
+    run: RunDir
+    ranks: RankProcesses
+    held: ExitStack
+
+
+def run_packed(
+    jobs: Sequence[Job], nproc: int | None, queue: QueueFolder, worker: tuple[str, ...], report: Callable[[str], None]
+) -> list[int]:
+    """Run prepared folders of these jobs, as many at a time as the queue allows. Returns their exit codes."""
+    codes: dict[int, int] = {}
+    waiting, running = list(range(len(jobs))), list[RunningTrial]()
+    asked_at, said = 0.0, False
+    with SignalForwarder() as signals, ExitStack() as everything:
+        signals.unblock()
+        while (waiting and not signals.received) or running:
+            while waiting and not signals.received and time.monotonic() - asked_at > (0 if running else CLAIM_POLL_S):
+                started = _start(waiting[0], jobs[waiting[0]], nproc, queue, worker, signals)
+                if started is None:
+                    asked_at = time.monotonic() + (CLAIM_POLL_S if running else 0)
+                    if not running and not said:
+                        report("waiting for resources of this machine: weft queue shows who holds them")
+                        said = True
+                    break
+                everything.push(started.held)
+                running.append(started)
+                waiting.pop(0)
+            for trial in list(running):
+                if (code := trial.ranks.poll()) is not None:
+                    codes[trial.number] = int(Exit.INTERRUPTED) if signals.killed else code
+                    trial.held.close()
+                    running.remove(trial)
+                    asked_at = 0.0
+            time.sleep(POLL_S)
+    if signals.received:
+        stopped = WeftError("the search was stopped; the same command continues it")
+        stopped.exit_code = Exit(max([c for c in codes.values() if c], default=int(Exit.INTERRUPTED)))
+        raise stopped
+    return [codes[number] for number in range(len(jobs))]
+
+
+def _start(
+    number: int, job: Job, nproc: int | None, queue: QueueFolder, worker: tuple[str, ...], signals: SignalForwarder
+) -> RunningTrial | None:
+    """Start a trial if what it needs is free."""
+    request = trial_request(job, make_plan(job, nproc)[1], queue)
+    with ExitStack() as stack:
+        try:
+            name = f"{Path(job.runs_dir).name}/{job.name}"
+            held = stack.enter_context(claim(queue, request, name=name, priority=job.queue.priority, wait=False))
+        except FitError:
+            raise
+        except MachineError:
+            return None
+        run = RunDir(Path(job.runs_dir) / job.name)
+        with held.applied(), signals_blocked():
+            job, plan = prepare(job, nproc)
+            lock = stack.enter_context(run_lock(run, inherit=(held.handle,)))
+            RunFiles(run, lock.created).write(job, plan)
+            ranks = stack.enter_context(rank_processes(run, plan.world, lock, signals, _quiet, worker))
+        return RunningTrial(number, run, ranks, stack.pop_all())
+
+
+def _quiet(text: str) -> None:
+    """Lines of a trial's ranks are in its logs."""
+
+
+def at_once(job: Job, nproc: int | None, queue: QueueFolder) -> int:
+    """Trials for which the machine has the GPUs, cores and memory."""
+    machine, asked = queue.settings.machine, trial_request(job, make_plan(job, nproc)[1], queue)
+    limits = [
+        int(has / needs)
+        for has, needs in (
+            (len(machine.gpus), asked.gpus * asked.share), (len(machine.cores), asked.cores),
+            (machine.memory_gib, asked.memory_gib),
+        )
+        if needs
+    ]  # fmt: skip
+    return max(1, min(limits, default=os.cpu_count() or 1))
