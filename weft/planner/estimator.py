@@ -9,13 +9,15 @@ from numpy.typing import NDArray
 
 from weft.hardware.catalog import Device
 from weft.hardware.measured import load_measured
+from weft.hardware.probe import GIB
 from weft.job.schema import Job
 from weft.planner.calibration import Calibration
 from weft.planner.memory.engine_memory import EngineMemory, Place
-from weft.planner.memory.framework_memory import GIB, framework_memory, stage_memory
+from weft.planner.memory.framework_memory import framework_memory, stage_memory
 from weft.planner.memory.tiers import fetched_weights, moved_per_parameter
+from weft.planner.model.cluster_facts import ClusterFacts, cluster_facts
 from weft.planner.model.counts import count_parameters
-from weft.planner.model.facts import ClusterFacts, ModelFacts, cluster_facts, model_facts
+from weft.planner.model.model_facts import ModelFacts, model_facts
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts

@@ -25,7 +25,7 @@ from weft.planner.layout_settings import (
 )
 from weft.planner.memory.disk_space import endurance_line
 from weft.planner.memory.tiers import AUTO_OFFLOADS, LAST_RESORTS, OFFLOAD_REASONS, place_states, tier_settings
-from weft.planner.model.facts import cluster_facts
+from weft.planner.model.cluster_facts import cluster_facts
 from weft.planner.model.reference_rate import peak_flops
 from weft.planner.plan import Plan
 from weft.planner.ranks import backend_of, device_for, device_memory, world_of

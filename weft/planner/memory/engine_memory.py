@@ -19,7 +19,7 @@ from weft.planner.memory.peak_walk import PARTS
 from weft.planner.memory.stage_blocks import BlockCounts, StageBlocks
 from weft.planner.memory.states import UnitSizes, unit_sizes
 from weft.planner.memory.unit_passes import PassTables
-from weft.planner.model.facts import Size
+from weft.planner.model.model_facts import Size
 from weft.planner.model.parameters import coords_of
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts, distinct, hashed

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.hardware.probe import probe
+from weft.hardware.probe import GIB, probe
 from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job
 from weft.planner.engine_constants import (
@@ -20,18 +20,16 @@ from weft.planner.engine_constants import (
 from weft.planner.memory.layout_ranks import BlockWeights, Rank, SharedTables
 from weft.planner.memory.live_bytes import FP32_BYTES, PassBytes
 from weft.planner.memory.peak_walk import Walk
-from weft.planner.memory.stage_blocks import V_SHAPED
 from weft.planner.memory.states import UnitSizes, low_half_bytes
 from weft.planner.memory.step_trace import Regime, Stage, StepTrace, Unit
 from weft.planner.memory.unit_passes import Passes, PassTables
-from weft.planner.model.facts import Size
+from weft.planner.model.model_facts import Size
 from weft.planner.rules.context_rules import attends, needs_whole_sequence
 from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.search.candidates import OFFLOADS, Layouts, distinct
 from weft.planner.search.space import MAX_MICROBATCH_TOKENS
 from weft.planner.time.compression import residual_bytes
 
-GIB = 2**30
 HOST_SHARE = 0.7
 """Share of a host's memory for offloaded states and activations."""
 CODING_BYTES = 64
@@ -58,7 +56,7 @@ class LayoutGroup:
         self.compute_bytes = FP32_BYTES if flags["fp32"] else 2
         at, layouts = rank.at, rank.layouts
         self.begins = (at == 0) * (0.0 if inner else 1.0)
-        ends = (at == np.where(V_SHAPED[layouts.schedule], 0, layouts.pp - 1)) if flags["piped"] else at == 0
+        ends = (at == np.where(layouts.back_and_forth, 0, layouts.pp - 1)) if flags["piped"] else at == 0
         self.ends = ends * (0.0 if inner else 1.0)
         """`begins` and `ends` are 1 on ranks with the embedding and with the head, else 0; `inner` ranks have none."""
         self.tied = self.ends * (bool(self.job.model.tied) and not flags["piped"])
@@ -98,7 +96,7 @@ class LayoutGroup:
         )  # fmt: skip
         sent = 0.0
         if self.plan.backend == "gloo" and flags["piped"]:  # a send is known to be complete only when waited for
-            local = 2 * (V_SHAPED[layouts.schedule] & (rank.at == layouts.pp - 1))
+            local = 2 * (layouts.back_and_forth & (rank.at == layouts.pp - 1))
             sent = stage.hidden * (2 * layouts.virtual_stages - self.begins - self.ends - local)
         StepTrace(stage, regime, walk).run(
             rank.in_flight, rank.pending, layouts.accumulation, flags["piped"], layouts.virtual_stages,
@@ -283,7 +281,7 @@ class LayoutGroup:
         """Ranks that a pipeline rank exchanges messages with."""
         at, pp = self.rank.at, self.layouts.pp
         inner = (at > 0) & (at < pp - 1)
-        around = (self.layouts.virtual_stages > 1) & ~V_SHAPED[self.layouts.schedule] & (pp > 2)
+        around = (self.layouts.virtual_stages > 1) & ~self.layouts.back_and_forth & (pp > 2)
         return 1.0 + (inner | around)
 
 

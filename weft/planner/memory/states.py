@@ -13,7 +13,7 @@ from weft.job.optim import OPTIMIZERS, WeightShard
 from weft.job.schema import Job
 from weft.planner.engine_constants import GRADIENT_ALIGNMENT, MIN_CODED_COLUMNS, STATE_SCALE_BLOCK
 from weft.planner.memory.live_bytes import FP32_BYTES
-from weft.planner.model.facts import Size
+from weft.planner.model.model_facts import Size
 from weft.planner.model.parameters import unit_weights
 from weft.planner.model.weight_table import Weight
 from weft.planner.search.candidates import Layouts

@@ -14,7 +14,7 @@ import numpy as np
 
 from weft.planner.memory.live_bytes import FP32_BYTES, PassBytes
 from weft.planner.memory.peak_walk import Walk
-from weft.planner.model.facts import Size
+from weft.planner.model.model_facts import Size
 
 
 @dataclass(frozen=True)

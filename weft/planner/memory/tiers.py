@@ -6,16 +6,17 @@ from dataclasses import replace
 from math import ceil, prod
 from typing import Any
 
+from weft.hardware.probe import GIB
 from weft.job.errors import FitError
 from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job
 from weft.planner.engine_constants import STREAM_SLOTS, STREAMED_PIECE_ELEMENTS, WEIGHT_UNITS
 from weft.planner.memory.disk_space import free_gib
 from weft.planner.memory.engine_memory import EngineMemory, Place
-from weft.planner.memory.layout_group import GIB, host_gib
+from weft.planner.memory.layout_group import host_gib
 from weft.planner.memory.states import low_half_bytes, stored_bytes
 from weft.planner.model.counts import count_parameters
-from weft.planner.model.facts import Size
+from weft.planner.model.model_facts import Size
 from weft.planner.model.parameters import unit_weights
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts
