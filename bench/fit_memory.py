@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
+from weft.hardware.probe import GIB
 from weft.planner.calibration import CALIBRATION_FOLDER, Calibration
-from weft.planner.memory.framework_memory import GIB, framework_memory
+from weft.planner.memory.framework_memory import framework_memory
 from weft.planner.published.framework import Framework, framework_of, load_framework, with_states
 from weft.planner.published.row_arrays import gather_rows
 from weft.planner.published.rows import PublishedRun, read_table

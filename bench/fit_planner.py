@@ -140,7 +140,10 @@ RECIPES: dict[str, Recipe] = {
         (*MATMUL, "attention", "traffic", *HOST, "link", "latency", "optimizer", "experts", "overlap_cp"),
     ),
     "megatron": Recipe(_old.with_(host_us=200, traffic=2.0, score_batch=0), ("matmul", "traffic", "step_ms")),
-    "fsdp": Recipe(Calibration(host_us=150, overlap_dp=0.85), ("matmul", "attention", "traffic", "overlap_dp")),
+    "fsdp": Recipe(
+        Calibration(host_us=150, overlap_dp=0.85, selective=0.5, selective_products=0.5),
+        ("matmul", "attention", "traffic", "overlap_dp"),
+    ),
 }
 
 

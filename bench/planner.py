@@ -6,7 +6,7 @@ python bench/planner.py [--json] [--write]
 
 Estimates a second: all layouts of a space, in one call of a new estimator, over the seconds of the call; each has its
 step time and the peak memory of its fullest rank. Layouts that differ only in what does not change their memory (as
-placement) are traced once, as in a search. One thread; processor time is time.process_time of this process.
+styles of cp) are traced once, as in a search. One thread; processor time is time.process_time of this process.
 """
 
 from __future__ import annotations

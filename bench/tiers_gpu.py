@@ -16,6 +16,7 @@ and 100 GiB of host memory for the largest parts; no network.
 | states | memory.states on the device and in host memory: bits, and losses beside exact states |
 | 13b-8bit, 32b | 8-bit moments, and those with master weights of 24 bits |
 | 32b-weights | the same with 115 GiB of the device, where weights of blocks live in host memory |
+| 70b | llama-70b with Adafactor, blocks updated in the backward pass, some weights in host memory |
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "20b": {"family": "llama", "dim": 6144, "layers": 44, "heads": 48, "kv_heads": 48, "ffn": 16384, "vocab": 32000},
     "32b": {"family": "llama", "dim": 5120, "layers": 64, "heads": 40, "kv_heads": 8, "head_dim": 128, "ffn": 27648,
             "vocab": 32000},
+    "70b": {"shape": "llama-70b"},
 }  # fmt: skip
 PARTS: dict[str, dict[str, Any]] = {
     "3.6b": {"model": "3.6b", "memory": {"offload": "states", "host_gib": 90}},
@@ -63,7 +65,11 @@ PARTS: dict[str, dict[str, Any]] = {
         },
     },
     "20b": {"model": "20b", "memory": {"offload": "auto", "host_gib": 105, "recompute": "full"}},
-}
+    "70b": {
+        "model": "70b", "optim": {"name": "adafactor", "clip": 0},
+        "memory": {"offload": "auto", "host_gib": 110, "states": "24bit-master"},
+    },
+}  # fmt: skip
 LIMITS_S = {
     "states": 120,
     "13b-8bit": 200,
@@ -76,6 +82,7 @@ LIMITS_S = {
     "8b-fp8": 110,
     "13b": 200,
     "20b": 250,
+    "70b": 500,
 }
 TOKENS = (4, 4096)
 """Sequences in a step, and tokens in a sequence."""
@@ -87,7 +94,8 @@ def make(part: dict[str, Any], **more: Any) -> Any:
     raw: dict[str, Any] = {
         "name": "tiers", "model": SHAPES[part["model"]], "data": {"source": "synthetic", "seq_len": TOKENS[1]},
         "train": {"steps": 100, "global_batch": TOKENS[0], "microbatch": TOKENS[0], "eval_every": 0},
-        "optim": {"clip": 1.0, "lr": 1e-4}, "cluster": {"device": "cuda", "nodes": 1, "devices_per_node": 1},
+        "optim": {"clip": 1.0, "lr": 1e-4, **part.get("optim", {})},
+        "cluster": {"device": "cuda", "nodes": 1, "devices_per_node": 1},
         "precision": part.get("precision", "bf16"), "memory": part["memory"],
         "parallel": {"dp_replicate": 1, "dp_shard": 1},
     }  # fmt: skip
@@ -119,7 +127,7 @@ def train(job: Any, plan: Any, steps: int, seconds: float = 1e9) -> tuple[Any, l
     for _, batches in zip(range(steps), loader, strict=False):
         began = time.perf_counter()
         grads = stepper.gradients([to_device(b, mesh.device) for b in batches])
-        norm, _ = stepper.update(grads, 1e-4)
+        norm, _ = stepper.update(grads, stepper.learning_rate())
         losses.append(float(grads.loss / grads.count))
         torch.cuda.current_stream().synchronize()  # copies of states still run behind it
         times.append(time.perf_counter() - began)
@@ -163,8 +171,8 @@ def bitwise(name: str, steps: int) -> dict[str, Any]:
 
     model = {"family": "llama", "dim": 1024, "layers": 4, "heads": 8, "kv_heads": 8, "ffn": 2816, "vocab": 32000}
     rows: dict[str, Any] = {"part": "bitwise"}
-    for optimizer in ("adamw", "muon"):
-        job = make({"model": "8b", "memory": {}}, model=model, optim={"name": optimizer, "clip": 0.5, "lr": 1e-3},
+    for optimizer, clip in (("adamw", 0.5), ("muon", 0.5), ("adafactor", 0)):
+        job = make({"model": "8b", "memory": {}}, model=model, optim={"name": optimizer, "clip": clip, "lr": 1e-3},
                    data={"source": "synthetic", "seq_len": 512})  # fmt: skip
         job, plan = make_plan(job)
         plans = {
@@ -172,7 +180,7 @@ def bitwise(name: str, steps: int) -> dict[str, Any]:
             "host": replace(plan, split_master=True, host_share=1.0, stream_gib=0.3),
             "half": replace(plan, split_master=True, host_share=0.5, stream_gib=0.3),
             "weights": replace(plan, split_master=True, host_share=1.0, stream_gib=0.3, weight_share=1.0,
-                               gradient_home="host"),
+                               gradient_home="host" if clip else "released"),
         }  # fmt: skip
         kept: dict[str, Any] = {}
         for how, tried in plans.items():

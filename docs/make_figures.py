@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import weft
 from weft.convert.settings import Result, Rule, Settings, Table, find_rule
@@ -191,48 +192,44 @@ MODELS = (
     ("70B", {"shape": "llama-70b"}),
 )  # fmt: skip
 MACHINES = (("rtx-4090", 64), ("a100-sxm-80gb", 256), ("h200-sxm", 125))
-"""Device, and GiB of host memory, 70 % of which may hold states."""
-TIERS = (
-    ("on the device", {}, "adamw"), ("`offload: auto`", {"offload": "auto"}, "adamw"),
-    ("and `states: 8bit`", {"offload": "auto", "states": "8bit"}, "adamw"),
-    ("and `states: 24bit-master`", {"offload": "auto", "states": "24bit-master"}, "adamw"),
-    ("and Adafactor", {"offload": "auto", "states": "24bit-master"}, "adafactor"),
+"""Device, and GiB of host memory."""
+TIERS: tuple[tuple[str, dict[str, Any], dict[str, Any], float], ...] = (
+    ("on the device", {}, {}, 0.7), ("`offload: auto`", {"offload": "auto"}, {}, 0.7),
+    ("and `states: 8bit`", {"offload": "auto", "states": "8bit"}, {}, 0.7),
+    ("and `states: 24bit-master`", {"offload": "auto", "states": "24bit-master"}, {}, 0.7),
+    ("and Adafactor", {"offload": "auto", "states": "24bit-master"}, {"name": "adafactor"}, 0.7),
+    ("and `optim.clip: 0`, 88 % of host memory", {"offload": "auto", "states": "24bit-master"},
+     {"name": "adafactor", "clip": 0}, 0.88),
 )  # fmt: skip
+"""Settings of memory and optim, and the share of host memory that states may take (memory.host_gib)."""
 
 
 def what_fits() -> str:
     """The largest model that one device trains with each setting of memory, and its predicted tokens a second."""
-    from weft.hardware.catalog import find_device
-    from weft.hardware.probe import probe
-    from weft.job.errors import FitError
-    from weft.planner.ranks import device_memory
+    from weft.planner.make_plan import fitting_plan, start_plan
 
     rows = [
         "| setting of `memory` | " + " | ".join(f"{d}, {h} GiB of host memory" for d, h in MACHINES) + " |",
         "|---|" + "---|" * len(MACHINES),
     ]
     best = [0] * len(MACHINES)
-    for setting, memory, optimizer in TIERS:
+    for setting, memory, optim, share in TIERS:
         cells = []
         for column, (device, ram) in enumerate(MACHINES):
             shown = "none of these"
             for index in range(best[column], len(MODELS)):
                 name, model = MODELS[index]
-                given = {**memory, **({"host_gib": 0.7 * ram} if memory else {})}
+                given = {**memory, **({"host_gib": share * ram} if memory else {})}
                 job = weft.Job.model_validate({
-                    "model": model, "data": {"source": "synthetic", "seq_len": 4096}, "optim": {"name": optimizer},
+                    "model": model, "data": {"source": "synthetic", "seq_len": 4096}, "optim": optim,
                     "train": {"global_batch": 1, "microbatch": 1}, "precision": "bf16", "memory": given,
                     "cluster": {"device": device, "nodes": 1, "devices_per_node": 1},
                     "parallel": {"dp_replicate": 1, "dp_shard": 1},
                 })  # fmt: skip
-                try:
-                    found = weft.make_plan(job, 1)[1].predicted
-                except FitError:
-                    break
-                if found["memory_gib"] > device_memory(job, find_device(device), probe(), 1):
+                if (plan := fitting_plan(start_plan(job, 1))) is None:
                     break
                 best[column] = index
-                shown = f"{name}, {4096 / found['step_time_s']:,.0f} tokens/s"
+                shown = f"{name}, {4096 / plan.predicted['step_time_s']:,.0f} tokens/s"
             cells.append(shown)
         rows.append(f"| {setting} | {' | '.join(cells)} |")
     return "\n".join(rows)

@@ -17,6 +17,8 @@ from weft.models import grouped_kernels, loss_kernels
 from weft.models.fp8 import fp8_kernels
 from weft.models.fp8.fp8_linear import E4M3, E5M2, cast
 from weft.optim.adamw_kernels import adamw_, corrections_of
+from weft.optim.codec_kernels import decode_8bit, encode_8bit, round_bits
+from weft.optim.state_codecs import BF16, EIGHT_BITS, LEVELS, POWERS, round_to_24_bits_, rounding_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -83,6 +85,34 @@ def test_adamw(size: int, dtype: torch.dtype, copy: torch.dtype | None, taken: i
         torch.testing.assert_close(found, right.float(), rtol=2e-6 if taken else 0, atol=2e-6 if taken else 0)
     if compute is not None:
         assert rounded(compute, master if taken else torch.zeros_like(master))
+
+
+@pytest.mark.parametrize("columns", cases(16, 4096, 200))
+@pytest.mark.parametrize("step", cases(None, 3, interpreted=2))
+def test_smaller_states(columns: int, step: int | None) -> None:
+    """Kernels of codecs write the bits of the plain operations on a CPU."""
+    values = torch.randn(6, columns, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 0, columns)
+    values[0], values[2, 3] = 0.0, 0.0
+    rounding = None if step is None else rounding_of(0, step, "w", "m", values, 0, 6)
+    keys = None if rounding is None else (rounding.rows.to(DEVICE), *rounding.keys[1:])
+    for kind, codec in EIGHT_BITS.items():
+        given = values.square() if kind == "unsigned" else values
+        stored = torch.zeros(codec.stored_shape(tuple(given.shape)), dtype=torch.uint8)
+        found = torch.zeros_like(stored, device=DEVICE)
+        codec.encode(given, stored, rounding)
+        encode_8bit(given.to(DEVICE), found, LEVELS[kind], POWERS[kind], keys)
+        assert torch.equal(found.cpu(), stored)
+        decoded = torch.empty_like(given, device=DEVICE)
+        decode_8bit(found, decoded, LEVELS[kind], POWERS[kind])
+        assert same_bytes(decoded.cpu(), codec.decode(stored, tuple(given.shape)))
+    stored, found = torch.zeros_like(values, dtype=torch.bfloat16), values.to(DEVICE, torch.bfloat16)
+    BF16.encode(values, stored, rounding)
+    round_bits(values.to(DEVICE), found, 16, keys)
+    assert same_bytes(found.cpu(), stored)
+    master = values.to(DEVICE, copy=True)
+    round_bits(master, master, 8, keys)
+    round_to_24_bits_(values, rounding)
+    assert same_bytes(master.cpu(), values)
 
 
 @pytest.mark.parametrize("smoothing", cases(0.0, 0.1))

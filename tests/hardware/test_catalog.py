@@ -15,6 +15,8 @@ from weft.job.errors import JobError
         ("NVIDIA A100 80GB PCIe", "a100-pcie-80gb"),
         ("NVIDIA H100 80GB HBM3", "h100-sxm"),
         ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
         ("NVIDIA H800", "h800-sxm"),
         ("NVIDIA H20", "h20"),
         ("NVIDIA GH200 480GB", "gh200"),
@@ -23,6 +25,12 @@ from weft.job.errors import JobError
         ("NVIDIA B300 SXM6 AC", "b300-sxm"),
         ("NVIDIA L40S", "l40s"),
         ("NVIDIA A10G", "a10g"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA A40", "a40"),
+        ("NVIDIA L4", "l4"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA GeForce RTX 3090", "rtx-3090"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("NVIDIA RTX A6000", "rtx-a6000"),
         ("Tesla V100-SXM2-16GB", "v100-sxm-16gb"),
@@ -40,7 +48,7 @@ def test_a_product_name_finds_its_entry(product: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     "product",
-    ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 NVL", "NVIDIA L40", "NVIDIA A10", "Tesla T4", "llvmpipe", ""],
+    ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H200 NVL", "NVIDIA L40", "llvmpipe", ""],
 )
 def test_similar_product_names_do_not_match(product: str) -> None:
     assert device_by_product(product) is None

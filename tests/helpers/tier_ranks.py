@@ -90,12 +90,11 @@ def run(
     )  # fmt: skip
     figures = []
     for _, batches in zip(range(steps), loader, strict=False):
+        scale = state.scale.value
+        state.scale.value = float("inf") if state.step == not_finite else scale
         grads = stepper.gradients(batches)
-        if state.step == not_finite:
-            for leaf in state.model.grad_params.values():
-                if leaf.grad is not None:  # else it is in host memory
-                    local_of(leaf.grad).view(-1)[:1] = float("inf")
-        norm, taken = stepper.update(grads, LR)
+        state.scale.value = scale
+        norm, taken = stepper.update(grads, stepper.learning_rate())
         figures.append(f"{float(grads.loss)!r} {float(norm)!r} {taken}")
     loader.close()
     tensors = {n: t.clone() for n, t in state.shards().items() if not n.startswith("random")}

@@ -31,8 +31,7 @@ def values_of(name: str, shape: tuple[int, ...] = SHAPE) -> torch.Tensor:
 
 def encoded(codec: StateCodec, values: torch.Tensor, step: int | None = None) -> torch.Tensor:
     stored = torch.zeros(codec.stored_shape(tuple(values.shape)), dtype=codec.dtype)
-    draw = None if step is None else rounding_of(0, step, "w", "m", values, 0, len(values)).draw
-    codec.encode(values, stored, draw)
+    codec.encode(values, stored, None if step is None else rounding_of(0, step, "w", "m", values, 0, len(values)))
     return stored
 
 
@@ -59,7 +58,7 @@ def test_master_weights_of_24_bits() -> None:
     round_to_24_bits_(rounded, None)
     assert ((rounded - master).abs() <= master.abs() * 2**-16).all()
     again = rounded.clone()
-    round_to_24_bits_(again, rounding_of(0, 1, "w", "low", master, 0, len(master)).draw)
+    round_to_24_bits_(again, rounding_of(0, 1, "w", "low", master, 0, len(master)))
     assert torch.equal(rounded, again), "what has 24 bits is not changed"
 
 
@@ -144,7 +143,7 @@ def test_a_job_that_does_not_fit_names_the_states_that_would() -> None:
            "train": {"global_batch": 1}, "cluster": {"device": "h100-sxm", "nodes": 1, "devices_per_node": 1},
            "parallel": {"dp_shard": 1}}  # fmt: skip
     job, plan = make_plan(parse_job(raw), 1)
-    with pytest.raises(FitError, match=r"memory\.states=8bit would fit, with states in fewer bits"):
+    with pytest.raises(FitError, match=r"memory\.states=24bit-master would fit, with states in fewer bits"):
         check_fits(job, plan)
     with pytest.raises(JobError, match=r"stores fp32 weights of one rank as bf16 and 8 bits, not with 2 ranks"):
         make_plan(make_job("memory.states=24bit-master", parallel={"dp_shard": 2}), 2)

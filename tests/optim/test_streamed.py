@@ -91,6 +91,34 @@ def test_weights_and_gradients_elsewhere_change_no_bit(settings: tuple[str, ...]
     assert all(leaf.grad is None for n, leaf in optimizers.grad_params.items() if n in optimizers.gradients.home)
 
 
+@pytest.mark.parametrize(
+    ("settings", "changes", "elsewhere"),
+    [
+        (("precision=bf16", "optim.name=adafactor", "memory.recompute=full"),
+         {"split_master": True, "states": "24bit-master"}, {"host_share": 1.0, "weight_share": 0.6}),
+        (("precision=fp32", "model.tied=true"), {}, {"host_share": 0.5, "disk_share": 0.5}),
+        (("precision=bf16", "optim.name=muon", "train.ema=0.9"), {}, {"weight_share": 1.0}),
+    ],
+)  # fmt: skip
+def test_updates_in_the_backward_pass_change_no_bit(
+    settings: tuple[str, ...], changes: dict[str, Any], elsewhere: dict[str, Any], tmp_path: Path
+) -> None:
+    """Gradients are consumed unit by unit; a step whose loss is not finite is skipped as a whole."""
+    given = ("model.layers=5", "optim.clip=0", "optim.lr=0.01", "train.accumulation=1", *settings)
+    job, plan = make_plan(make_job(*given, parallel=section("1")), 1)
+    mesh = connect(plan)
+    resident = tier_ranks.run(job, replace(plan, **changes), mesh, not_finite=1)
+    released = replace(plan, gradient_home="released", disk=str(tmp_path), **changes, **elsewhere)
+    tiered = tier_ranks.run(job, released, mesh, not_finite=1)
+    assert resident.differences(tiered) == []
+    optimizers = tiered.state.optimizers
+    assert isinstance(optimizers, StreamedOptimizers) and optimizers.released is not None
+    held = [n for n, leaf in optimizers.grad_params.items() if leaf.grad is not None]
+    assert held and not any(n.startswith("blocks.") for n in held)
+    moved = {(kind, phase) for kind, _, _, phase in optimizers.moved}
+    assert "gradients" not in {kind for kind, _ in moved} and {phase for _, phase in moved} >= {"backward"}
+
+
 def test_resume_from_the_other_kind(tmp_path: Path) -> None:
     job, plan = make_plan(make_job("model.layers=3", "precision=bf16", "train.ema=0.9", parallel=section("1")), 1)
     mesh = connect(plan)

@@ -11,15 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.hardware.probe import GIB
 from weft.job.load import load_job
 from weft.job.schema import Job
 from weft.job.shapes import SHAPES, resolve
 from weft.planner.calibration import Calibration, calibration_names, load_calibration
 from weft.planner.estimate import estimate_job
 from weft.planner.make_plan import make_plan
-from weft.planner.memory.framework_memory import GIB, framework_memory
+from weft.planner.memory.framework_memory import framework_memory
+from weft.planner.model.cluster_facts import ClusterFacts, Level, cluster_facts
 from weft.planner.model.counts import count_parameters, flops_per_sample
-from weft.planner.model.facts import ClusterFacts, Level, ModelFacts, cluster_facts, model_facts
+from weft.planner.model.model_facts import ModelFacts, model_facts
 from weft.planner.model.parameters import stage_weights
 from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES, make_schedule
 from weft.planner.schedules.simulate import Costs, simulate

@@ -46,13 +46,15 @@ class Memory(Section):
     """Memory of a device that a rank may use, if less than it has. It also applies to CPU ranks."""
     disk: str | None = None
     """Folder for states that do not fit into host memory, on a local NVMe disk. Left out: nothing is kept on disk."""
-    homes: dict[Literal["moments", "master", "averages", "weights", "gradients"], Home | dict[Home, float]] = Field(
-        default_factory=dict
-    )
+    homes: dict[
+        Literal["moments", "master", "averages", "weights", "gradients"],
+        Literal["device", "host", "disk", "released"] | dict[Home, float],
+    ] = Field(default_factory=dict)
     """Where states of a kind live, instead of what the planner chooses: {moments: host}, or shares such as
     {moments: {host: 0.5, disk: 0.25}}, the rest on the device. master are the low halves of split master weights.
     weights are those of blocks: in host memory, a block's are fetched before its forward and its backward pass.
-    gradients of blocks leave the device as the backward pass makes them (host), all or none."""
+    gradients of blocks leave the device as the backward pass makes them (host), all or none, or are released: each
+    block is updated in the backward pass, which needs optim.clip: 0, one microbatch and one rank."""
     disk_gib: float | None = Field(None, gt=0)
     """Space in memory.disk for each rank. Default: 90 % of what is free, divided by the ranks of a node."""
     disk_tbw: float | None = Field(None, gt=0)
@@ -68,10 +70,13 @@ class Memory(Section):
     _check_homes = limits(
         "homes",
         valid=lambda homes: all(
-            isinstance(home, str) or (all(0 <= share <= 1 for share in home.values()) and sum(home.values()) <= 1)
-            for home in homes.values()
+            (home != "released" or kind == "gradients")
+            if isinstance(home, str)
+            else all(0 <= share <= 1 for share in home.values()) and sum(home.values()) <= 1
+            for kind, home in homes.items()
         ),
-        must="device, host, disk or shares from 0 to 1 of them, such as {moments: {host: 0.5}}, for each kind",
+        must="device, host, disk or shares from 0 to 1 of them, such as {moments: {host: 0.5}}, for each kind; "
+        "gradients may be released",
     )
     _check_fraction = limits(
         "offload_fraction", valid=lambda share: 0 < share <= 1, must="a share above 0 up to 1, or auto"

@@ -41,6 +41,9 @@ class GradientHome:
         for name, weight in weights.items():
             weight.register_post_accumulate_grad_hook(_hook(weakref.ref(self), name))
 
+    def __contains__(self, name: str) -> bool:
+        return name in self.home
+
     def begin(self) -> None:
         """Begin a step."""
         self.seen.clear()

@@ -94,9 +94,10 @@ class WeightStream:
             own.arrived = None
 
     def update(self, unit: str, phase: str) -> None:
-        """Before a unit's update. In a forward pass only those that are there for the pass are."""
+        """Before a unit's update. In a pass only those that are there for the pass are."""
         if unit in self.units:
-            self.enter(unit, phase, unit if phase == "forward" else self._neighbour(unit, 1), keep=phase == "forward")
+            keep = phase in ("forward", "backward")
+            self.enter(unit, phase, unit if keep else self._neighbour(unit, 1), keep=keep)
 
     def _neighbour(self, unit: str, step: int) -> str:
         return self.order[(self.order.index(unit) + step) % len(self.order)]

@@ -154,6 +154,13 @@ class Optimizers:
     no_snapshots = ""
     """Why a step's states are not copied to memory after each step; empty: they are."""
 
+    consumes_gradients = False
+    """Whether units are updated in the backward pass; begin_backward() comes before it."""
+
+    def begin_backward(self, number: int, lr: float, factor: Tensor, wanted: bool) -> None:
+        """Set what the updates of a backward pass need: steps before this one, learning rate, factor of the gradients,
+        and whether the step is taken."""
+
     def tier_report(self) -> dict[str, Any]:
         """Bytes that states were copied between memories, for reports; empty if they were not."""
         return {}

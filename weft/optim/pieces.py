@@ -18,7 +18,7 @@ from weft.job.schema import Optim
 from weft.memory.split_master import hollow
 from weft.mesh import Mesh
 from weft.optim.build_optimizers import Optimizers, Params, build_optimizers
-from weft.optim.state_codecs import Draw, StateCodec
+from weft.optim.state_codecs import Rounding, StateCodec
 
 ROW_ALIGNMENT = 16
 """Rows at which a weight may be cut: a multiple of the vectors that kernels process, so that cutting changes no bit."""
@@ -97,10 +97,10 @@ class PlacedState:
         assert self.codec is not None and self.stored is not None
         self._show(self.codec.decode(self.stored, self.shape))
 
-    def encode(self, draw: Draw) -> None:
+    def encode(self, rounding: Rounding) -> None:
         """Store the values that the optimizer has worked on, and free them."""
         assert self.codec is not None and self.stored is not None
-        self.codec.encode(local_of(self.holder[self.key]), self.stored, draw)
+        self.codec.encode(local_of(self.holder[self.key]), self.stored, rounding)
         self.holder[self.key] = torch.empty(0)
 
     def _show(self, values: Tensor) -> None:

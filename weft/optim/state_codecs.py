@@ -47,8 +47,14 @@ class Rounding:
         index = self.rows[first:end, None] * self.columns + columns
         return (mix(index * GAMMA + self.key) >> (64 - RANDOM_BITS)) & ((1 << RANDOM_BITS) - 1)
 
+    @property
+    def keys(self) -> tuple[Tensor, int, int, int, int]:
+        """What a kernel makes the same numbers from (codec_kernels.py)."""
+        return self.rows, self.key, self.first_column, self.columns, GAMMA
 
-Draw = Callable[[int, int, int], Tensor]
+
+def _keys(rounding: Rounding | None) -> tuple[Tensor, int, int, int, int] | None:
+    return None if rounding is None else rounding.keys
 
 
 def rounding_of(seed: int, step: int, name: str, kind: str, weight: Tensor, first_row: int, rows: int) -> Rounding:
@@ -65,7 +71,8 @@ def rounding_of(seed: int, step: int, name: str, kind: str, weight: Tensor, firs
 
 @dataclass(frozen=True)
 class StateCodec:
-    """How a state of at least two dims is stored. `draw` is None to round to the nearest."""
+    """How a state of at least two dims is stored. `rounding` is None to round to the nearest. A codec with kernels
+    uses them on CUDA, with the same bits as its functions on a CPU."""
 
     dtype: torch.dtype
     stored_shape: Callable[[tuple[int, ...]], tuple[int, ...]]
@@ -74,20 +81,28 @@ class StateCodec:
     decode_rows: Callable[[Tensor, Tensor], None]
     """Decode stored rows into values [rows, columns]."""
     values: torch.dtype = torch.float32
+    encode_kernel: Callable[[Tensor, Tensor, Rounding | None], None] | None = None
+    decode_kernel: Callable[[Tensor, Tensor], None] | None = None
 
     def decode(self, stored: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The values of a stored state."""
         out = torch.empty(shape, dtype=self.values, device=stored.device)
         flat, rows = out.view(-1, shape[-1]), stored.reshape(-1, stored.shape[-1])
+        if stored.is_cuda and self.decode_kernel is not None:
+            self.decode_kernel(rows, flat)
+            return out
         for first, end in _chunks(flat):
             self.decode_rows(rows[first:end], flat[first:end])
         return out
 
-    def encode(self, values: Tensor, stored: Tensor, draw: Draw | None) -> None:
+    def encode(self, values: Tensor, stored: Tensor, rounding: Rounding | None) -> None:
         """Store values."""
         flat, rows = values.reshape(-1, values.shape[-1]), stored.view(-1, stored.shape[-1])
+        if values.is_cuda and self.encode_kernel is not None:
+            self.encode_kernel(flat.contiguous(), rows, rounding)
+            return
         for first, end in _chunks(flat):
-            random = None if draw is None else draw(first, end, flat.shape[1])
+            random = None if rounding is None else rounding.draw(first, end, flat.shape[1])
             self.encode_rows(flat[first:end], rows[first:end], random)
 
 
@@ -162,10 +177,29 @@ def _eight_bits(kind: str) -> StateCodec:
         if kind == "signed":
             values.mul_(code.sign())
 
-    return StateCodec(torch.uint8, lambda shape: (*shape[:-1], shape[-1] + 4 * _blocks(shape[-1])), encode, decode)
+    def encode_kernel(values: Tensor, stored: Tensor, rounding: Rounding | None) -> None:
+        from weft.optim.codec_kernels import encode_8bit
+
+        encode_8bit(values, stored, levels, power, _keys(rounding))
+
+    def decode_kernel(stored: Tensor, values: Tensor) -> None:
+        from weft.optim.codec_kernels import decode_8bit
+
+        decode_8bit(stored, values, levels, power)
+
+    return StateCodec(
+        torch.uint8, lambda shape: (*shape[:-1], shape[-1] + 4 * _blocks(shape[-1])), encode, decode,
+        encode_kernel=encode_kernel, decode_kernel=decode_kernel,
+    )  # fmt: skip
 
 
-BF16 = StateCodec(torch.bfloat16, lambda shape: shape, _to_bf16, _from_bf16)
+def _bf16_kernel(values: Tensor, stored: Tensor, rounding: Rounding | None) -> None:
+    from weft.optim.codec_kernels import round_bits
+
+    round_bits(values, stored, 16, _keys(rounding))
+
+
+BF16 = StateCodec(torch.bfloat16, lambda shape: shape, _to_bf16, _from_bf16, encode_kernel=_bf16_kernel)
 LOW_BYTE = StateCodec(torch.int8, lambda shape: shape, _to_byte, _from_byte, torch.int16)
 """The upper byte of a low half, after round_to_24_bits_()."""
 EIGHT_BITS = {kind: _eight_bits(kind) for kind in LEVELS}
@@ -180,9 +214,15 @@ def codec_of(states: str, kind: str, shape: tuple[int, ...]) -> StateCodec | Non
     return BF16 if states == "bf16" else EIGHT_BITS["unsigned" if kind in UNSIGNED else "signed"]
 
 
-def round_to_24_bits_(master: Tensor, draw: Draw | None) -> None:
+def round_to_24_bits_(master: Tensor, rounding: Rounding | None) -> None:
     """Round fp32 weights, in place, so that the lowest 8 bits are 0."""
+    if master.is_cuda and master.is_contiguous():
+        from weft.optim.codec_kernels import round_bits
+
+        values = master.view(-1, master.shape[-1])
+        round_bits(values, values, 8, _keys(rounding))
+        return
     flat = master.view(torch.int32).view(-1, master.shape[-1])
     for first, end in _chunks(flat):
-        added = 0x80 if draw is None else (draw(first, end, flat.shape[1]) & 0xFF).to(torch.int32)
+        added = 0x80 if rounding is None else (rounding.draw(first, end, flat.shape[1]) & 0xFF).to(torch.int32)
         flat[first:end].add_(added).bitwise_and_(~0xFF)

@@ -2,12 +2,14 @@
 
 step() only keeps the learning rate, the clip factor and the gradients. A unit's pieces are updated right before its
 next forward pass, in a fixed order, so the states of the next pieces are fetched, and those of the last ones stored,
-while the device computes (optim/state_stream.py). The kernels, and their order for each weight, are those of a resident
-run: so are the results, bit for bit. Whatever reads weights or states in between settles first.
+while the device computes (optim/state_stream.py). Where gradients are released, a unit is updated in the backward pass
+as soon as they are complete, and step() updates the rest. The kernels, and their order for each weight, are those of a
+resident run: so are the results, bit for bit. Whatever reads weights or states in between settles first.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,12 +22,14 @@ from weft.comm.shards import like, local_of
 from weft.job.schema import Optim
 from weft.memory.copies import Copies, make_copies
 from weft.memory.gradient_home import GradientHome
+from weft.memory.released_gradients import ReleasedGradients
 from weft.memory.split_master import split_
 from weft.mesh import Mesh
+from weft.optim.backward_updates import PendingUpdate, UnitsInBackward
 from weft.optim.build_optimizers import Optimizers, Params
 from weft.optim.ema import Ema
 from weft.optim.pieces import Home, Piece, PlacedState, WeightSlice, cut_pieces
-from weft.optim.state_codecs import Draw, round_to_24_bits_, rounding_of
+from weft.optim.state_codecs import Rounding, round_to_24_bits_, rounding_of
 from weft.optim.state_homes import StateHomes
 from weft.optim.state_stream import KINDS, StateStream
 from weft.optim.weight_homes import WeightHomes
@@ -56,18 +60,6 @@ class Tiering:
     piece_elements: int = STREAMED_PIECE_ELEMENTS
 
 
-@dataclass
-class _Update:
-    """A step that is not applied to all weights yet."""
-
-    number: int
-    lr: float
-    factor: Tensor | None
-    taken: Tensor | None
-    grads: dict[str, Tensor | None]
-    left: deque[Piece]
-
-
 class StreamedOptimizers(Optimizers):
     """Optimizers whose states live outside of the device or in fewer bytes, or whose master weights are split."""
 
@@ -77,7 +69,7 @@ class StreamedOptimizers(Optimizers):
     ):  # fmt: skip
         super().__init__([], model.master_params, {}, model.grad_params, model.compute_params)
         self.mesh, self.ema, self.tiering = mesh, ema, tiering
-        self.pending: _Update | None = None
+        self.pending: PendingUpdate | None = None
         self.updates = 0
         """Steps that were applied to all weights."""
         self.weights = WeightHomes(model, mesh, tiering.split, make_weight_copies(mesh.device))
@@ -85,11 +77,17 @@ class StreamedOptimizers(Optimizers):
             optim, model, is_block, units, mesh, tiering.shares, tiering.split, tiering.piece_elements,
             lambda unit: self.weights.enter(unit, "start"),
         )  # fmt: skip
+        home: GradientHome | ReleasedGradients | None = getattr(model.parts[0].data, "gradient_home", None)
+        self.gradients = home if isinstance(home, GradientHome) else None
+        self.released = UnitsInBackward(home, self.pieces) if isinstance(home, ReleasedGradients) else None
+        if self.released is not None:
+            self.consumes_gradients = True
+            self.released.unit_ready = weakref.WeakMethod(self._update_in_backward)
+            self.pieces = self.released.in_order(self.pieces)
         self.parts = [part for piece in self.pieces for part in piece.optimizers.parts]
         self.homes = StateHomes(self.pieces, model, ema, mesh, tiering.split, tiering.states, tiering.disk,
                                 self.weights)  # fmt: skip
         self.weights.begin()
-        self.gradients: GradientHome | None = getattr(model.parts[0].data, "gradient_home", None)
         if self.gradients is not None:
             self.gradients.copies = self.weights.stream.copies
         ema.deferred = bool(ema.averages)
@@ -131,7 +129,8 @@ class StreamedOptimizers(Optimizers):
         """Keep what the update needs; apply it at once if it is not lazy."""
         self.update_unit(None)
         grads = {name: leaf.grad for name, leaf in self.grad_params.items()}
-        self.pending = _Update(self.step_number, lr, factor, taken, grads, deque(self.pieces))
+        left = self.pieces if self.released is None else [p for p in self.pieces if not p.unit]
+        self.pending = PendingUpdate(self.step_number, lr, factor, taken, grads, deque(left))
         self.stream.phase = "update"
         if not self.tiering.lazy:
             self.update_unit(None)
@@ -144,17 +143,38 @@ class StreamedOptimizers(Optimizers):
         if update is None or (unit is not None and all(piece.unit != unit for piece in update.left)):
             return
         last = len(update.left) if unit is None else 1 + max(i for i, p in enumerate(update.left) if p.unit == unit)
-        for _ in range(last):
+        self._update_pieces(update, last)
+        if not update.left:
+            self.pending = None
+            self.updates += 1
+
+    def _update_pieces(self, update: PendingUpdate, count: int) -> None:
+        for _ in range(count):
             piece = update.left.popleft()
             self.weights.enter(piece.unit, self.stream.phase)
             self._update_piece(piece, update)
             if not update.left or update.left[0].unit != piece.unit:
                 self.weights.changed(piece.unit, self.stream.phase)
-        if not update.left:
-            self.pending = None
-            self.updates += 1
 
-    def _update_piece(self, piece: Piece, update: _Update) -> None:
+    def begin_backward(self, number: int, lr: float, factor: Tensor, wanted: bool) -> None:
+        assert self.released is not None
+        self.released.begin(PendingUpdate(number, lr, factor, None, {}, deque()), wanted)
+
+    @torch.no_grad()
+    def _update_in_backward(self, unit: str) -> None:
+        """Update a unit whose gradients are complete, and free them. From the first unit on whose gradients are not
+        finite, nothing is updated."""
+        assert self.released is not None and self.pending is None
+        leaves = {n: self.grad_params[n] for n in self.released.names[unit]}
+        if (update := self.released.update_of(unit)) is not None:
+            update.grads |= {n: leaf.grad for n, leaf in leaves.items()}
+            phase, self.stream.phase = self.stream.phase, "backward"
+            self._update_pieces(update, len(update.left))
+            self.stream.phase = phase
+        for leaf in leaves.values():
+            leaf.grad = None
+
+    def _update_piece(self, piece: Piece, update: PendingUpdate) -> None:
         opt = piece.optimizers
         self.stream.arrive(piece)
         for state in piece.coded:
@@ -180,7 +200,7 @@ class StreamedOptimizers(Optimizers):
             self._encode(opt, state, update.number)
         self.stream.leave(piece)
 
-    def _fetch_gradients(self, piece: Piece, update: _Update) -> dict[str, Tensor]:
+    def _fetch_gradients(self, piece: Piece, update: PendingUpdate) -> dict[str, Tensor]:
         """The gradients of a piece that live in host memory; those of the next piece are on their way afterwards."""
         if (home := self.gradients) is None:
             return {}
@@ -191,18 +211,18 @@ class StreamedOptimizers(Optimizers):
         return found
 
     def _encode(self, opt: Optimizers, state: PlacedState, step: int) -> None:
-        draw = self._draw(state.part, state.kind, step)
+        rounding = self._rounding(state.part, state.kind, step)
         if state.kind == "low":
             master = opt.master_value(state.key)
-            round_to_24_bits_(master, draw)
+            round_to_24_bits_(master, rounding)
             split_(master, opt.compute_params[state.key].detach(), opt.low_halves[state.key])
-        state.encode(draw)
+        state.encode(rounding)
 
-    def _draw(self, part: WeightSlice, kind: str, step: int) -> Draw:
+    def _rounding(self, part: WeightSlice, kind: str, step: int) -> Rounding:
         """Random numbers for the elements of a state."""
         weight = self.master_params[part.name]
         rows = len(local_of(weight)) if part.end is None else part.end - part.first
-        return rounding_of(self.tiering.seed, step, part.name, kind, weight, part.first, rows).draw
+        return rounding_of(self.tiering.seed, step, part.name, kind, weight, part.first, rows)
 
     def settle(self) -> None:
         """Apply what is left of the last step, and wait until all states are at home."""

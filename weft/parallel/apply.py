@@ -233,10 +233,11 @@ def spread_stage(
     else:
         start = summing(axis, plan.allreduce, ranks_of_a_node(plan)) if axis else None
         late = mesh.axis("late_sum")
-        away_grads = gradients_away(model, units) if plan.gradient_home == "host" else frozenset()
+        released = plan.gradient_home == "released"
+        away_grads = gradients_away(model, units, released) if plan.gradient_home != "device" else frozenset()
         data = Replicas(
             model, axis, dtype, plan.bucket_mb, summed, start, *expert_gradient_sum(model, mesh), compressor,
-            LateSums(late) if late else None, low_halves, away_grads,
+            LateSums(late) if late else None, low_halves, away_grads, released,
         )  # fmt: skip
     whole = [n for n, p in data.master_params.items() if split and not {"tp", "ep"}.intersection(sharded_axes(p))]
     partial = tuple(n for n in data.master_params if split and n in split.partial)
@@ -251,10 +252,10 @@ def spread_stage(
     return replace(made, weights=weights, away=tuple(away))
 
 
-def gradients_away(model: nn.Module, units: dict[str, nn.Module]) -> frozenset[str]:
-    """The weights whose gradients can live in host memory: matrices of units."""
+def gradients_away(model: nn.Module, units: dict[str, nn.Module], released: bool) -> frozenset[str]:
+    """The weights of units whose gradients can live in host memory: matrices; or can be released: all."""
     return frozenset(
-        n for n, p in model.named_parameters() if p.requires_grad and p.dim() > 1
+        n for n, p in model.named_parameters() if p.requires_grad and (released or p.dim() > 1)
         and any(n.startswith(f"{unit}.") for unit in units)
     )  # fmt: skip
 

@@ -89,7 +89,7 @@ class SpreadModel:
 
     @property
     def norms(self) -> dict[int, Tensor]:
-        """Norms of gradients that live in host memory, by the id of the parameter in `counted`."""
+        """Norms of gradients that are not on the device, by the id of the parameter in `counted`."""
         home = self.data.gradient_home
         return {} if home is None else {id(self.data.grad_params[n]): norm for n, norm in home.norms.items()}
 
@@ -146,7 +146,7 @@ class SpreadModel:
         if home is not None:
             home.finish()
         for name, leaf in self.data.grad_params.items():
-            if home is not None and name in home.home:
+            if home is not None and name in home:
                 continue
             if leaf.grad is None:  # else the optimizer would decay it in some layouts only
                 leaf.grad = torch.zeros_like(leaf)

@@ -43,6 +43,8 @@ class Calibration:
     """Bytes that norms, activations, residuals and casts move, over what a fused kernel for each would."""
     selective: float = 0.0
     """Share of a block's memory-bound work that selective recompute repeats where attention is fused."""
+    selective_products: float = 0.0
+    """The same share of a block's matrix products: 0.5 where every second one is saved."""
     host_us: float = 150.0
     """Time the host needs to launch one block's forward pass."""
     host_backward: float = 1.0

@@ -9,13 +9,15 @@ from numpy.typing import NDArray
 
 from weft.hardware.catalog import Device
 from weft.hardware.measured import load_measured
+from weft.hardware.probe import GIB
 from weft.job.schema import Job
 from weft.planner.calibration import Calibration
 from weft.planner.memory.engine_memory import EngineMemory, Place
-from weft.planner.memory.framework_memory import GIB, framework_memory, stage_memory
+from weft.planner.memory.framework_memory import framework_memory, stage_memory
 from weft.planner.memory.tiers import fetched_weights, moved_per_parameter
+from weft.planner.model.cluster_facts import ClusterFacts, cluster_facts
 from weft.planner.model.counts import count_parameters
-from weft.planner.model.facts import ClusterFacts, ModelFacts, cluster_facts, model_facts
+from weft.planner.model.model_facts import ModelFacts, model_facts
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts
@@ -90,7 +92,9 @@ class Estimator:
         fetched = layouts.accumulation * fetched_weights(job, plan, layouts)
         if plan.gradient_home == "host":  # fetched for the update, and for every sum but the first
             moved["host"] = moved["host"] + counts.total * np.where(layouts.accumulation > 1, 4.0, 2.0)
-        forward = made.step_time_s / passes if plan.lazy_update else 0.0 * made.step_time_s
+        share = (passes - 1) / passes if plan.gradient_home == "released" else 1 / passes
+        """Of the step, the passes in which weights are updated."""
+        forward = made.step_time_s * (share if plan.lazy_update else 0.0)
         links = Links.of(load_measured(plan.device_name), plan.device)
         seconds = streamed_step_s(
             made.step_time_s, forward, moved["host"], moved["disk"], plan.stream_gib * GIB, links, fetched

@@ -24,8 +24,16 @@ from weft.planner.layout_settings import (
     pin_degrees,
 )
 from weft.planner.memory.disk_space import endurance_line
-from weft.planner.memory.tiers import AUTO_OFFLOADS, LAST_RESORTS, OFFLOAD_REASONS, place_states, tier_settings
-from weft.planner.model.facts import cluster_facts
+from weft.planner.memory.tiers import (
+    OFFLOAD_REASONS,
+    RESIDENT,
+    auto_offloads,
+    last_resorts,
+    may_fit,
+    place_states,
+    tier_settings,
+)
+from weft.planner.model.cluster_facts import cluster_facts
 from weft.planner.model.reference_rate import peak_flops
 from weft.planner.plan import Plan
 from weft.planner.ranks import backend_of, device_for, device_memory, world_of
@@ -49,10 +57,7 @@ def make_plan(job: Job, world: int | None = None, calibration: Calibration | Non
 def best_plan(start: PlanStart, calibration: Calibration | None = None) -> tuple[Job, Plan, SearchResult | None]:
     """The resolved job, the plan of its best layout, and the result of the search."""
     plan, reasons, found = pick_layout(start, calibration)
-    try:
-        job, made = complete_plan(start, plan, reasons, found.estimator if found else None)
-    except FitError as error:
-        raise FitError(f"{error}{or_smaller_states(start.job, start.world)}") from None
+    job, made = complete_or_advise(start, plan, reasons, found.estimator if found else None)
     budget = job.memory.budget_gib
     if budget and found is not None and len(found) == 0:
         raise FitError(
@@ -74,6 +79,8 @@ class PlanStart:
     reasons: tuple[str, ...] = ()
     spare: bool = False
     """Whether states stay on the device as far as they fit."""
+    asked: Job | None = None
+    """The job before memory.offload=auto became what it needs."""
 
 
 def _warmup(job: Job) -> int:
@@ -88,30 +95,60 @@ def _warmup(job: Job) -> int:
 
 def start_plan(job: Job, world: int | None = None) -> PlanStart:
     """Find the device and number of ranks, and apply the pinned settings. memory.offload=auto becomes what it needs."""
+    return replace(_start_offloaded(job, world), asked=job)
+
+
+def _start_offloaded(job: Job, world: int | None) -> PlanStart:
     if job.memory.offload != "auto":
         start = _start_plan(job, world)
-        return start if job.memory.offload != "all" else _or_with_weights(start, job)
-    for number, changed in enumerate(AUTO_OFFLOADS):
+        return start if job.memory.offload != "all" else _last_resort(start, ("all",))
+    options = auto_offloads(job)
+    for number, changed in enumerate(options):
         start = _start_plan(job.model_copy(update={"memory": job.memory.model_copy(update=changed)}), world)
-        last = number == len(AUTO_OFFLOADS) - 1
+        last = number == len(options) - 1
         if start.job.model.module or last or _fits(start):
             break
     why = OFFLOAD_REASONS.get(start.plan.offload, "master weights are split: they would not fit otherwise")
-    reasons = (*start.reasons, why) if number else start.reasons
+    reasons = start.reasons if changed is RESIDENT else (*start.reasons, why)
     start = replace(start, spare=True, reasons=reasons)
-    return _or_with_weights(start, start.job) if number == len(AUTO_OFFLOADS) - 1 else start
+    return _last_resort(start, ("all", "states")) if last else start
 
 
-def _or_with_weights(start: PlanStart, job: Job) -> PlanStart:
-    """The same with gradients, or gradients and weights, in host memory if it does not fit otherwise: on one rank, as
-    several can share both."""
-    for also, reason in LAST_RESORTS.items():
-        pinned = {"weights", "gradients"} & job.memory.homes.keys()
-        if job.model.module or start.world > 1 or pinned or _fits(start):
-            break
-        reasons = tuple(r for r in start.reasons if r not in LAST_RESORTS.values())
-        start = replace(_start_plan(job, start.world, also), spare=start.spare, reasons=(*reasons, reason))
-    return start
+def _last_resort(start: PlanStart, offloads: tuple[str, ...]) -> PlanStart:
+    """The same with gradients, weights or both elsewhere if it does not fit otherwise: on one rank, as several can
+    share both. The fastest of those that fit is taken, with block inputs in host memory or without."""
+    job, pinned = start.job, {"weights", "gradients"} & start.job.memory.homes.keys()
+    if job.model.module or start.world > 1 or pinned or fitting_plan(start) is not None:
+        return start
+    found: dict[float, PlanStart] = {}
+    resorts = last_resorts(job, start.plan.precision)
+    possible = may_fit(job, start.plan, start.world, start.memory_gib)
+    for also, reason in list(resorts.items())[0 if possible else -1 :]:
+        for offload in offloads:
+            # the search would recompute as little as fits without any weights, and host memory has to hold them
+            recompute = job.memory.recompute
+            recompute = "full" if (recompute, offload) == ("auto", "states") and "weights" in also else recompute
+            memory = job.memory.model_copy(update={"offload": offload, "recompute": recompute})
+            reasons = [OFFLOAD_REASONS[offload] if r in OFFLOAD_REASONS.values() else r for r in start.reasons]
+            made = _start_plan(job.model_copy(update={"memory": memory}), start.world, also)
+            made = replace(made, spare=start.spare, reasons=(*reasons, reason))
+            if (plan := fitting_plan(made)) is not None:
+                found.setdefault(plan.predicted.get("step_time_s", 0.0), made)
+            if not possible:
+                return made
+    return found[min(found)] if found else made
+
+
+def fitting_plan(start: PlanStart) -> Plan | None:
+    """The plan of the best layout with the homes of its states; None: it does not fit."""
+    try:
+        plan, reasons, found = pick_layout(start)
+        if found is None or len(found) == 0:
+            return None
+        made = complete_plan(start, plan, reasons, found.estimator)[1]
+    except (FitError, JobError):
+        return None
+    return made if made.predicted["memory_gib"] <= found.estimator.limit_gib else None
 
 
 def _fits(start: PlanStart) -> bool:
@@ -193,6 +230,16 @@ def complete_plan(
     return job, replace(plan, reasons=tuple(reasons), predicted=predicted)
 
 
+def complete_or_advise(
+    start: PlanStart, plan: Plan, why: Sequence[str], estimator: Estimator | None = None
+) -> tuple[Job, Plan]:
+    """The same; if the homes of states do not fit, the error names the settings that would."""
+    try:
+        return complete_plan(start, plan, why, estimator)
+    except FitError as error:
+        raise FitError(f"{error}{or_settings_that_fit(start.asked or start.job, start.world)}") from None
+
+
 def runs_here(start: PlanStart) -> bool:
     """Whether the job runs on this machine."""
     return start.job.cluster.device in ("auto", "cpu", "cuda") and start.job.cluster.nodes == 1
@@ -205,23 +252,34 @@ def check_fits(job: Job, plan: Plan) -> None:
     if needed > limit:
         raise FitError(
             f"weights, gradients and optimizer need {needed:.1f} GiB a rank, but {plan.device_name} has {limit:.1f}; "
-            f"{_relief(job, plan, needed / limit)}{or_smaller_states(job, plan.world)}"
+            f"{_relief(job, plan, needed / limit)}{or_settings_that_fit(job, plan.world)}"
         )
 
 
-def or_smaller_states(job: Job, world: int) -> str:
-    """The first setting of memory.states with which a job that does not fit would, as the end of a message."""
-    if job.memory.states != "exact" or job.model.module:
+def or_settings_that_fit(job: Job, world: int) -> str:
+    """The first setting of memory.states and optim.clip with which a job that does not fit would, as the end of a
+    message."""
+    if job.model.module:
         return ""
-    for states in ("bf16", "8bit", "24bit-master"):
-        try:
-            fits = _fits(
-                start_plan(job.model_copy(update={"memory": job.memory.model_copy(update={"states": states})}), world)
-            )
-        except JobError:
-            continue
-        if fits:
-            return f"; memory.states={states} would fit, with states in fewer bits"
+    smaller = ("bf16", "8bit", "24bit-master") if job.memory.states == "exact" else ()
+    clips = job.optim.clip and world == 1 and job.memory.offload in ("all", "auto")
+    for clip in (job.optim.clip, 0.0) if clips else (job.optim.clip,):
+        freed = clip != job.optim.clip
+        for states in (*((job.memory.states,) if freed else ()), *smaller):
+            tried = job.model_copy(update={
+                "memory": job.memory.model_copy(update={"states": states}),
+                "optim": job.optim.model_copy(update={"clip": clip}),
+            })  # fmt: skip
+            try:
+                first = _start_plan(tried, world)
+                possible = may_fit(first.job, first.plan, world, first.memory_gib)
+                if not possible or fitting_plan(start_plan(tried, world)) is None:
+                    continue
+            except (FitError, JobError):
+                continue
+            settings = {f"memory.states={states}": "states in fewer bits"} if states != job.memory.states else {}
+            settings |= {"optim.clip=0": "gradients that the backward pass consumes"} if freed else {}
+            return f"; {' with '.join(settings)} would fit, with {' and '.join(settings.values())}"
     return ""
 
 

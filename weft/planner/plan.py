@@ -78,7 +78,8 @@ class Plan:
     weight_share: float = 0.0
     """Share of the blocks' weights that lives in host memory; a block's are fetched before each of its passes."""
     gradient_home: str = "device"
-    """Where gradients of blocks' matrices live: device, or host, which they go to as the backward pass makes them."""
+    """Where gradients of blocks live: device; host, which those of matrices go to as the backward pass makes them; or
+    released, if a block is updated in the backward pass and its gradients are freed."""
     disk: str = ""
     """Folder of the states on disk."""
     stream_gib: float = 0.0
@@ -156,8 +157,8 @@ class Plan:
 
     @property
     def away(self) -> bool:
-        """Whether weights or gradients live in host memory."""
-        return self.weight_share > 0 or self.gradient_home == "host"
+        """Whether weights live in host memory, or gradients are not kept on the device."""
+        return self.weight_share > 0 or self.gradient_home != "device"
 
     @property
     def offloads_states(self) -> bool:

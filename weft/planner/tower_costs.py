@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from weft.hardware.catalog import Device
+from weft.hardware.probe import GIB
 from weft.job.schema import Data, Job, Model, TowerShape
 from weft.job.shapes import resolve
 from weft.planner.estimator import make_estimator, run_memory
@@ -15,7 +16,6 @@ from weft.planner.number_format import human_count
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts
 
-GIB = 2**30
 FORWARD_SHARE = 1 / 3
 """Share of the forward pass in the time of a step."""
 

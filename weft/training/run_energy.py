@@ -14,7 +14,7 @@ from weft.guards.step_report import RankFigures
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.mesh import Mesh
-from weft.planner.model.facts import cluster_facts
+from weft.planner.model.cluster_facts import cluster_facts
 from weft.planner.plan import Plan
 from weft.planner.ranks import device_of
 from weft.watch.devices.energy_account import EnergyAccount, StepEnergy

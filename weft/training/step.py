@@ -46,7 +46,11 @@ class Gradients:
     @property
     def factor(self) -> Tensor:
         """Multiplied with the gradients, it gives those of the mean loss over all valid targets."""
-        return (self.nominal / (self.count.clamp(min=1) * self.scale)).float()
+        return _factor(self.nominal, self.count, self.scale)
+
+
+def _factor(nominal: float, count: Tensor, scale: float) -> Tensor:
+    return (nominal / (count.clamp(min=1) * scale)).float()
 
 
 @dataclass
@@ -76,6 +80,9 @@ class Stepper:
         nominal = job.train.ramp.batch(state.step) * targets / self.apart
         if self.tasks is not None:
             self.tasks.sums.zero_()
+        if state.optimizers.consumes_gradients:
+            factor, wanted = _factor(nominal, count, state.scale.value), state.step + 1 not in state.skipped_steps
+            state.optimizers.begin_backward(state.step, learning_rate(job, state.step + 1), factor, wanted)
         total = spread_model.backward(
             self.local(batches), self.loss_of(job.train.label_smoothing, self.tasks), state.scale.value / nominal,
             self.meanwhile,

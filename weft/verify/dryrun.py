@@ -30,7 +30,8 @@ from weft.planner.memory.engine_memory import EngineMemory, Place
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts
 from weft.planner.time.expert_traffic import EXPERT_AXES
-from weft.planner.time.traffic import flops_of, traffic_of
+from weft.planner.time.flops import flops_of
+from weft.planner.time.traffic import traffic_of
 from weft.training.build import build_state
 from weft.training.step import Stepper
 from weft.verify.dryrun_internals import fake_tensors, fused_norms, storage_bytes

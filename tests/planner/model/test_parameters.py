@@ -10,7 +10,7 @@ from weft.job import parse_job
 from weft.models.build_model import build_model
 from weft.planner import make_plan
 from weft.planner.model.counts import count_parameters
-from weft.planner.model.facts import model_facts
+from weft.planner.model.model_facts import model_facts
 from weft.planner.model.parameters import coords_of, stage_weights
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -23,7 +23,7 @@ from weft.planner.make_plan import (
     PlanStart,
     check_fits,
     complete_plan,
-    or_smaller_states,
+    or_settings_that_fit,
     pick_layout,
     runs_here,
     start_plan,
@@ -129,7 +129,7 @@ def _add_tables(
 
 
 def _fit_error(made: Survey) -> FitError:
-    found = made.found
+    found, asked = made.found, made.start.asked or made.job
     limit, need = found.estimator.limit_gib, found.smallest_gib
     if made.job.parallel != "auto":
         try:
@@ -144,7 +144,7 @@ def _fit_error(made: Survey) -> FitError:
     return FitError(
         f"no layout fits: the smallest, {made.plan.layout()}, needs {gib(need)} GiB a rank, but "
         f"{memory}, "
-        f"so {gib(gib_difference(need, limit))} are missing{or_smaller_states(made.job, made.plan.world)}"
+        f"so {gib(gib_difference(need, limit))} are missing{or_settings_that_fit(asked, made.plan.world)}"
     )
 
 

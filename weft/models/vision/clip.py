@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from weft.job.schema import Model
 from weft.models.attention import TokenInfo
 from weft.models.attention_layer import Attention
+from weft.models.norms import Fp32LayerNorm
 from weft.models.transformer import Block
 
 TEMPERATURE = 0.07
@@ -47,7 +48,9 @@ class Tower(nn.Module):
         for module in self.blocks.modules():
             if isinstance(module, Attention):  # a key's bias would add the same to all scores of a query
                 module.k.register_parameter("bias", None)
-        self.norm = nn.LayerNorm(dim, eps=1e-5)
+        for block in self.blocks:
+            block.attn_norm, block.mlp_norm = (Fp32LayerNorm(dim, eps=1e-5) for _ in range(2))
+        self.norm = Fp32LayerNorm(dim, eps=1e-5)
         self.project = nn.Linear(dim, out, bias=False)
 
     def run(self, x: Tensor) -> Tensor:
@@ -80,7 +83,7 @@ class ImageTower(Tower):
         self.patch = patch
         self.embed = nn.Linear(channels * patch * patch, self.dim, bias=False)
         self.class_token = nn.Parameter(torch.empty(1, self.dim))
-        self.embed_norm = nn.LayerNorm(self.dim, eps=1e-5)
+        self.embed_norm = Fp32LayerNorm(self.dim, eps=1e-5)
         self.initialise()
 
     def forward(self, image: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from weft.comm.algorithms import Start
 from weft.comm.axis import Axis, Pending
 from weft.comm.shards import like, local_of, placed_like
 from weft.memory.gradient_home import GradientHome
+from weft.memory.released_gradients import ReleasedGradients
 from weft.memory.split_master import copy_rounded, hollow, rounded
 from weft.parallel.data.bucket import Bucket
 from weft.parallel.data.bucket_queue import BucketQueue
@@ -70,8 +71,8 @@ class Replicas:
     step adds up the gradients of several microbatches; on one rank and without that, no bucket is needed. `start`
     begins to sum a bucket over the axis; by default the backend's own all-reduce. The weights in `apart` are replicated
     on other ranks than the rest: `start_apart` sums their gradients. With `low_halves` the module's weights are
-    halves of split master weights already. Gradients of the weights in `gradients_away` go to host memory. With `late`,
-    finish() does not wait for the sums.
+    halves of split master weights already. Gradients of the weights in `gradients_away` go to host memory, or are
+    consumed in the backward pass (`released`). With `late`, finish() does not wait for the sums.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Replicas:
         start: Start | None = None, apart: frozenset[str] = frozenset(), start_apart: Start | None = None,
         compressor: Compressor | None = None, late: LateSums | None = None,
         low_halves: dict[str, Tensor] | None = None, gradients_away: frozenset[str] = frozenset(),
+        released: bool = False,
     ):  # fmt: skip
         self.module, self.axis, self.last, self.compressor, self.late = module, axis, True, compressor, late
         self.start = start or (axis.start_all_reduce if axis else None)
@@ -103,7 +105,9 @@ class Replicas:
         self.compute_params: dict[str, Tensor] = dict(self.weights) if self.mixed else {}
         device = local_of(next(iter(self.weights.values()))).device if gradients_away else torch.device("cpu")
         moving = {n: w for n, w in self.weights.items() if n in gradients_away}
-        self.gradient_home = GradientHome(moving, summed, device) if gradients_away else None
+        self.gradient_home: GradientHome | ReleasedGradients | None = None
+        if moving:
+            self.gradient_home = ReleasedGradients(moving) if released else GradientHome(moving, summed, device)
         self.local_squares: list[Tensor] = []
         """Square norms of this rank's own gradients, bucket by bucket, before they are summed over the replicas."""
         self.buckets: list[Bucket] = []
@@ -119,7 +123,7 @@ class Replicas:
 
     def _fill_buckets(self, limit: int) -> None:
         filling: dict[str, list[str]] = {}
-        here = [n for n in self.weights if self.gradient_home is None or n not in self.gradient_home.home]
+        here = [n for n in self.weights if self.gradient_home is None or n not in self.gradient_home]
         for name in reversed(here):  # the backward pass computes the last gradients first
             kind, size = self._kind(name), local_of(self.master_params[name]).numel()
             names = filling.setdefault(kind, [])
@@ -263,7 +267,7 @@ class Shards:
             m.set_force_sum_reduction_for_comms(True)
         self.master_params: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.grad_params, self.compute_params = self.master_params, dict[str, Tensor]()
-        self.gradient_home: GradientHome | None = None
+        self.gradient_home: GradientHome | ReleasedGradients | None = None
         if compressor is not None:
             self._compress(compressor)
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from weft.job.schema import Job
-from weft.planner.model.facts import ClusterFacts
+from weft.planner.model.cluster_facts import ClusterFacts
 from weft.planner.plan import Plan
 
 EXPERT_EFFICIENCY = 0.5

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from weft.hardware.catalog import DEVICES
-from weft.job.errors import JobError
+from weft.job.errors import FitError, JobError
 from weft.job.schema import Job
 from weft.planner.calibration import Calibration
 from weft.planner.estimator import make_estimator
@@ -64,7 +64,7 @@ def _cost(change: Change) -> tuple[bool, float]:
 def _try(start: PlanStart, what: str, job: Job, calibration: Calibration) -> Change | None:
     try:
         tried = start_plan(job)
-    except JobError:
+    except (FitError, JobError):
         return None
     if tried.device != start.device:
         calibration = own_calibration(tried.device)
@@ -75,7 +75,7 @@ def _try(start: PlanStart, what: str, job: Job, calibration: Calibration) -> Cha
         return None
     try:
         complete_plan(tried, keep_pinned(tried.job, tried.plan, found.layouts.plan(0, tried.plan)), [], estimator)
-    except JobError:
+    except (FitError, JobError):
         return None
     seconds = float(found.times[0])
     # the same number of tokens, in shorter sequences

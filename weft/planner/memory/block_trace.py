@@ -29,7 +29,7 @@ from weft.planner.memory.live_bytes import (
     norm_backward,
     out_of_region_backward,
 )  # fmt: skip
-from weft.planner.model.facts import Size
+from weft.planner.model.model_facts import Size
 
 
 class BlockBytes(NamedTuple):

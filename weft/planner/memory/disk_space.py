@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+from weft.hardware.probe import GIB
 from weft.job.errors import FitError
 from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job
@@ -14,7 +15,6 @@ from weft.job.store_path import StorePath, as_path
 from weft.planner.model.counts import count_parameters
 from weft.planner.plan import Plan
 
-GIB = 2**30
 TBW_PER_TB = 600.0
 """Terabytes that may be written to a disk for each terabyte of its size, where memory.disk_tbw is not set: usual for
 consumer NVMe disks; those for servers last 3 to 10 times as long."""

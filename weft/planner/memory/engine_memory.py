@@ -19,7 +19,7 @@ from weft.planner.memory.peak_walk import PARTS
 from weft.planner.memory.stage_blocks import BlockCounts, StageBlocks
 from weft.planner.memory.states import UnitSizes, unit_sizes
 from weft.planner.memory.unit_passes import PassTables
-from weft.planner.model.facts import Size
+from weft.planner.model.model_facts import Size
 from weft.planner.model.parameters import coords_of
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts, distinct, hashed
@@ -96,7 +96,7 @@ class EngineMemory:
         return float(np.max(found.total)), float(np.max(found.largest))
 
     def block_gradients(self, layouts: Layouts, place: Place) -> float:
-        """Bytes of the gradients of one rank that live in host memory."""
+        """Bytes of the gradients of one rank that are not kept on the device."""
         group = self._one(layouts, place)
         return float(np.max(group.block_gradients(group.held())))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from weft.job.schema import Experts, Model
 from weft.planner.memory.live_bytes import FP32_BYTES, LiveBytes, Sizes, keeps_input, norm
-from weft.planner.model.facts import Size
+from weft.planner.model.model_facts import Size
 
 INDEX_BYTES = 8
 """Bytes of an index."""

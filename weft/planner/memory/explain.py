@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from weft.hardware.probe import GIB
 from weft.job.schema import Job
 from weft.planner.describe import recompute_text
 from weft.planner.memory.engine_memory import EngineMemory, Place
-from weft.planner.memory.layout_group import GIB
 from weft.planner.model.counts import count_parameters, count_trained
 from weft.planner.number_format import human_count
 from weft.planner.plan import Plan

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import numpy as np
 
+from weft.hardware.probe import GIB
 from weft.job.compression import COMPRESSORS
 from weft.planner.calibration import Calibration
 from weft.planner.memory.peak_walk import PARTS
-from weft.planner.model.facts import ModelFacts, Size
+from weft.planner.model.model_facts import ModelFacts, Size
 from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts
 from weft.planner.time.compression import residual_bytes
 from weft.planner.time.pipeline import stage_layers
 
-GIB = 2**30
 MAX_BUCKET_ELEMENTS = 1e8
 """Most elements in gradient buckets at once: two buckets of the usual 25 to 200 MB."""
 ADAPTER_SHARE = 0.01
@@ -36,9 +36,7 @@ def weights(model: ModelFacts, layouts: Layouts, index: Size) -> tuple[Size, Siz
     """Weights of pipeline rank `index` on one rank of tp: without experts, and its experts."""
     layers = _layers(model, layouts, index)
     first, last = index == 0, index == layouts.pp - 1
-    last_on_first = np.array([SCHEDULES[name].last_stage_on_first_rank for name in SCHEDULE_NAMES])
-    back = last_on_first[layouts.schedule]
-    has_head = np.where(back & (layouts.pp > 1), first, last)
+    has_head = np.where(layouts.back_and_forth & (layouts.pp > 1), first, last)
     ends = np.where(first, model.embedding, 0) + np.where(has_head, model.head, 0)
     # tied weights stand on both ends of a pipeline
     ends = ends + np.where(has_head & ~(first & last), model.tied * model.vocab * model.dim, 0)
@@ -121,7 +119,7 @@ def activation_bytes(model: ModelFacts, layouts: Layouts, cal: Calibration, laye
     """Kept from forward to backward, over this stage's blocks and all waiting microbatches."""
     tokens = layouts.microbatch * model.seq_len / layouts.cp
     tp = layouts.tp
-    size = np.where(layouts.precision == 0, 4.0, 2.0)
+    size = layouts.element_bytes
     cut = np.where(layouts.sequence, tp, 1)
     share = model.moe_layers / model.layers
     q = model.heads * (model.head_dim + model.rope_dim)

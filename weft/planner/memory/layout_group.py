@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.hardware.probe import probe
+from weft.hardware.probe import GIB, probe
 from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job
 from weft.planner.engine_constants import (
@@ -20,18 +20,16 @@ from weft.planner.engine_constants import (
 from weft.planner.memory.layout_ranks import BlockWeights, Rank, SharedTables
 from weft.planner.memory.live_bytes import FP32_BYTES, PassBytes
 from weft.planner.memory.peak_walk import Walk
-from weft.planner.memory.stage_blocks import V_SHAPED
-from weft.planner.memory.states import UnitSizes, low_half_bytes
+from weft.planner.memory.states import OUTSIDE_BLOCKS, UnitSizes, low_half_bytes, piece_elements
 from weft.planner.memory.step_trace import Regime, Stage, StepTrace, Unit
 from weft.planner.memory.unit_passes import Passes, PassTables
-from weft.planner.model.facts import Size
+from weft.planner.model.model_facts import Size
 from weft.planner.rules.context_rules import attends, needs_whole_sequence
 from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.search.candidates import OFFLOADS, Layouts, distinct
 from weft.planner.search.space import MAX_MICROBATCH_TOKENS
 from weft.planner.time.compression import residual_bytes
 
-GIB = 2**30
 HOST_SHARE = 0.7
 """Share of a host's memory for offloaded states and activations."""
 CODING_BYTES = 64
@@ -58,7 +56,7 @@ class LayoutGroup:
         self.compute_bytes = FP32_BYTES if flags["fp32"] else 2
         at, layouts = rank.at, rank.layouts
         self.begins = (at == 0) * (0.0 if inner else 1.0)
-        ends = (at == np.where(V_SHAPED[layouts.schedule], 0, layouts.pp - 1)) if flags["piped"] else at == 0
+        ends = (at == np.where(layouts.back_and_forth, 0, layouts.pp - 1)) if flags["piped"] else at == 0
         self.ends = ends * (0.0 if inner else 1.0)
         """`begins` and `ends` are 1 on ranks with the embedding and with the head, else 0; `inner` ranks have none."""
         self.tied = self.ends * (bool(self.job.model.tied) and not flags["piped"])
@@ -73,16 +71,16 @@ class LayoutGroup:
     def trace(self, detail: bool, shared: SharedTables, chosen: slice) -> Walk:
         """The walk through a step; the layouts are the `chosen` ones of a group that has the tables."""
         layouts, flags, rank = self.layouts, self.flags, self.rank
-        steady = rank.steady
+        steady, states = rank.steady, shared.states_of(chosen)
         regime = Regime(
             sharded=flags["zero"] > 0, zero=flags["zero"], splits=flags["splits"], split_passes=flags["split_passes"],
             gathers_again=flags["zero"] == 3 and not flags["splits"], buckets=flags["buckets"],
             steady=flags["piped"] and bool(np.all(steady)),
             compute_bytes=self.compute_bytes, copies_reduced=self.plan.backend == "gloo",
-            gradients_leave=self.plan.gradient_home == "host",
+            gradients_leave=self.plan.gradient_home != "device",
+            updates=states["block update"] if self.plan.gradient_home == "released" else None,
         )  # fmt: skip
         passes = Passes.from_table(shared.passes, shared.columns[chosen], layouts.recompute)
-        states = shared.states_of(chosen)
         stage = self.stage(passes, states)
         between = {part: states[part] for part in ("parameters", "optimizer", "communication")}
         runtime = RUNTIME_BYTES[self.plan.device] + (WORKSPACE_BYTES if flags["compiled"] else 0.0)
@@ -98,7 +96,7 @@ class LayoutGroup:
         )  # fmt: skip
         sent = 0.0
         if self.plan.backend == "gloo" and flags["piped"]:  # a send is known to be complete only when waited for
-            local = 2 * (V_SHAPED[layouts.schedule] & (rank.at == layouts.pp - 1))
+            local = 2 * (layouts.back_and_forth & (rank.at == layouts.pp - 1))
             sent = stage.hidden * (2 * layouts.virtual_stages - self.begins - self.ends - local)
         StepTrace(stage, regime, walk).run(
             rank.in_flight, rank.pending, layouts.accumulation, flags["piped"], layouts.virtual_stages,
@@ -177,10 +175,11 @@ class LayoutGroup:
         }  # fmt: skip
         if self.plan.gradient_home == "host":  # those of the pieces that are updated and come next
             out["update"] += 2 * width * np.minimum(held.held, STREAMED_PIECE_ELEMENTS)
-        if self.plan.states != "exact":  # a piece's states are decoded, updated and encoded
-            piece = np.minimum(held.held, STREAMED_PIECE_ELEMENTS)
-            moments = OPTIMIZERS[job.optim.name].state_per_parameter(job.optim)
-            out["update"] += FP32_BYTES * moments * piece + CODING_BYTES * np.minimum(piece, CODED_ELEMENTS)
+        if self.plan.tiered:
+            out["update"] += self._piece_bytes(held.held)
+        if self.plan.gradient_home == "released":
+            scratch = [size.scratch for kind, size in self.units_here().items() if kind not in OUTSIDE_BLOCKS]
+            out["block update"] = np.max(scratch, 0) + self._piece_bytes(held.held, blocks=True)
         u, none = self.units_here(), UnitSizes.none(len(layouts))
         kinds = (
             {"dense": u["column"], "root": none} if job.model.is_stack else {"dense": u["dense"], "root": self._ends(u)}
@@ -195,9 +194,20 @@ class LayoutGroup:
             for row in ("gathered", "trained_gathered", "trained_padded")
         }
 
+    def _piece_bytes(self, held: Size, blocks: bool = False) -> Size:
+        """Temporary bytes of the update of a piece: its master weights and gradients in fp32 if they are not, and its
+        states if they are decoded and encoded."""
+        piece, plan, optim = piece_elements(self.job, self.plan.world, held, blocks), self.plan, self.job.optim
+        fused = plan.device == "cuda" and optim.name == "adamw"
+        size = 2 * FP32_BYTES * piece * (plan.split_master and not fused)
+        if plan.states == "exact":
+            return size
+        moments = OPTIMIZERS[optim.name].state_per_parameter(optim)
+        return size + FP32_BYTES * moments * piece + CODING_BYTES * np.minimum(piece, CODED_ELEMENTS)
+
     def block_gradients(self, held: UnitSizes) -> Size:
-        """Bytes of gradients that live in host memory."""
-        if self.plan.gradient_home != "host":
+        """Bytes of gradients that are not kept on the device."""
+        if self.plan.gradient_home == "device":
             return 0.0
         ends = UnitSizes.none(len(self.layouts)) if self.job.model.is_stack else self._ends(self.units_here())
         mine, rest = self.states(held)["gradients"], self.states(ends)["gradients"]
@@ -283,7 +293,7 @@ class LayoutGroup:
         """Ranks that a pipeline rank exchanges messages with."""
         at, pp = self.rank.at, self.layouts.pp
         inner = (at > 0) & (at < pp - 1)
-        around = (self.layouts.virtual_stages > 1) & ~V_SHAPED[self.layouts.schedule] & (pp > 2)
+        around = (self.layouts.virtual_stages > 1) & ~self.layouts.back_and_forth & (pp > 2)
         return 1.0 + (inner | around)
 
 

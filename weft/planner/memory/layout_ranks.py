@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from weft.planner.engine_constants import WEIGHT_UNITS
-from weft.planner.memory.stage_blocks import V_SHAPED, BlockCounts
-from weft.planner.model.facts import Size
+from weft.planner.memory.stage_blocks import BlockCounts
+from weft.planner.model.model_facts import Size
 from weft.planner.schedules.registry import SCHEDULE_NAMES
 from weft.planner.search.candidates import Layouts
 
@@ -34,7 +34,7 @@ class Rank:
         microbatches than that stage holds."""
         pp, stages = self.layouts.pp, self.layouts.virtual_stages
         held = self.in_flight * stages
-        later = np.where(V_SHAPED[self.layouts.schedule], self.at + 1, np.minimum(held - pp, (stages - 1) * pp))
+        later = np.where(self.layouts.back_and_forth, self.at + 1, np.minimum(held - pp, (stages - 1) * pp))
         return (pp > 1) & (self.layouts.accumulation > held - np.where(stages > 1, later, 0)) & ~self.alone
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 
 from weft.job.schema import Model
 from weft.planner.engine_constants import ACTIVATION_SCALE_BLOCK, CODED_ELEMENTS, SMALL_ACTIVATIONS
-from weft.planner.model.facts import Size
+from weft.planner.model.model_facts import Size
 
 FP32_BYTES = 4
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from weft.planner.model.facts import Size
+from weft.planner.model.model_facts import Size
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "communication", "temporary", "runtime")
 """Components of a rank's memory; they add up to the total."""

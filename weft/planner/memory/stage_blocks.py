@@ -10,14 +10,10 @@ import numpy as np
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.planner.model.counts import part_costs
-from weft.planner.model.facts import Size
+from weft.planner.model.model_facts import Size
 from weft.planner.schedules.actions import vee
-from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.schedules.stage_split import split_layers, split_stages
 from weft.planner.search.candidates import Layouts, distinct
-
-V_SHAPED = np.array([SCHEDULES[name].last_stage_on_first_rank for name in SCHEDULE_NAMES])
-"""By the code of a schedule: whether stages go down the ranks and back up."""
 
 
 def split_blocks(job: Job, stages: int, pairs: bool) -> tuple[tuple[int, int], ...]:
@@ -96,7 +92,7 @@ class StageBlocks:
     def _look_up(self, layouts: Layouts, index: Size | None) -> Size:
         piped = layouts.pp > 1
         virtual = np.where(piped, layouts.virtual_stages, 1)
-        shape = V_SHAPED[layouts.schedule] & piped
+        shape = layouts.back_and_forth & piped
         pairs = (layouts.tp > 1) & (self.job.model.is_stack)
         index = np.broadcast_to(0 if index is None else index, len(layouts))
         again = np.clip(layouts.recompute_blocks, 0, self.layers)

@@ -11,9 +11,14 @@ import numpy as np
 
 from weft.job.optim import OPTIMIZERS, WeightShard
 from weft.job.schema import Job
-from weft.planner.engine_constants import GRADIENT_ALIGNMENT, MIN_CODED_COLUMNS, STATE_SCALE_BLOCK
+from weft.planner.engine_constants import (
+    GRADIENT_ALIGNMENT,
+    MIN_CODED_COLUMNS,
+    STATE_SCALE_BLOCK,
+    STREAMED_PIECE_ELEMENTS,
+)
 from weft.planner.memory.live_bytes import FP32_BYTES
-from weft.planner.model.facts import Size
+from weft.planner.model.model_facts import Size
 from weft.planner.model.parameters import unit_weights
 from weft.planner.model.weight_table import Weight
 from weft.planner.search.candidates import Layouts
@@ -26,6 +31,21 @@ LOW_HALF_BYTES = {"24bit-master": 1}
 def low_half_bytes(states: str) -> int:
     """Bytes of the low half of a split master weight."""
     return LOW_HALF_BYTES.get(states, 2)
+
+
+OUTSIDE_BLOCKS = frozenset({"begin", "norm", "head"})
+"""Kinds of units that are no blocks."""
+
+
+def piece_elements(job: Job, world: int, held: Size, blocks: bool = False) -> Size:
+    """Elements of weights that are updated together where states are not all on the device, at most, if a rank holds
+    `held`: one weight that cannot be cut may be more. With `blocks`, of weights in blocks."""
+    size = np.minimum(STREAMED_PIECE_ELEMENTS, held)
+    if world == 1 and OPTIMIZERS[job.optim.name].elementwise:
+        return size
+    kinds = unit_weights(job.model, False).items()
+    weights = [w for kind, some in kinds if not (blocks and kind in OUTSIDE_BLOCKS) for w in some]
+    return np.maximum(size, max((prod(w.shape) for w in weights), default=0) / world)
 
 
 def stored_bytes(states: str, numbers: Size, held: Size, shape: tuple[int, ...]) -> Size:

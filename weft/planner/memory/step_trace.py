@@ -14,7 +14,7 @@ import numpy as np
 
 from weft.planner.memory.live_bytes import FP32_BYTES, PassBytes
 from weft.planner.memory.peak_walk import Walk
-from weft.planner.model.facts import Size
+from weft.planner.model.model_facts import Size
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,9 @@ class Regime:
     copies_reduced: bool
     """The backend copies what it reduces (Gloo)."""
     gradients_leave: bool = False
-    """Gradients of blocks go to host memory as they are made."""
+    """Gradients of blocks are not kept: they go to host memory as they are made, or blocks are updated."""
+    updates: Size | None = None
+    """Temporary bytes of the update of a block in the backward pass; None: there is none."""
 
     @property
     def weights(self) -> str:
@@ -327,7 +329,9 @@ class StepTrace:
         if not r.sharded:
             size = unit.gradient - (self.s.head_grad - self.s.tied_grad if made else 0.0)
             w.add(size, "gradients")
-            if r.gradients_leave and not made:  # one is summed in fp32 while the next is made
+            if r.updates is not None and not made:
+                w.flash(r.updates)
+            elif r.gradients_leave and not made:  # one is summed in fp32 while the next is made
                 w.flash(size * FP32_BYTES / r.compute_bytes, "gradients")
             self._keep(size, first and not (r.gradients_leave and not made))
             return

@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import ceil, prod
+from math import ceil
 from typing import Any
 
+from weft.hardware.probe import GIB
 from weft.job.errors import FitError
 from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job
-from weft.planner.engine_constants import STREAM_SLOTS, STREAMED_PIECE_ELEMENTS, WEIGHT_UNITS
+from weft.planner.engine_constants import STREAM_SLOTS, WEIGHT_UNITS
 from weft.planner.memory.disk_space import free_gib
 from weft.planner.memory.engine_memory import EngineMemory, Place
-from weft.planner.memory.layout_group import GIB, host_gib
-from weft.planner.memory.states import low_half_bytes, stored_bytes
+from weft.planner.memory.layout_group import host_gib
+from weft.planner.memory.states import low_half_bytes, piece_elements, stored_bytes
 from weft.planner.model.counts import count_parameters
-from weft.planner.model.facts import Size
-from weft.planner.model.parameters import unit_weights
+from weft.planner.model.model_facts import Size
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts
 
+RESIDENT: dict[str, Any] = {
+    "offload": "none", "offload_fraction": "auto", "disk": None, "disk_gib": None, "disk_tbw": None,
+}  # fmt: skip
+"""Settings of memory with which all states are on the device."""
 AUTO_OFFLOADS: tuple[dict[str, Any], ...] = (
-    {"offload": "none"}, {"offload": "none", "split_master": True}, {"offload": "states"}, {"offload": "all"},
+    RESIDENT, {**RESIDENT, "split_master": True}, {"offload": "states"}, {"offload": "all"},
 )  # fmt: skip
 """What memory.offload=auto tries, by the time that it costs. The first that fits is taken."""
+
+
+def auto_offloads(job: Job) -> tuple[dict[str, Any], ...]:
+    """Those of AUTO_OFFLOADS that a job can use: homes that it pins need states that can leave the device."""
+    return AUTO_OFFLOADS[2:] if job.memory.homes else AUTO_OFFLOADS
+
+
 LAST_RESORTS: dict[tuple[str, ...], str] = {
+    ("weights",): "weights of blocks live in host memory as far as they do not fit",
     ("gradients",): "gradients of blocks live in host memory: they would not fit otherwise",
     ("gradients", "weights"): "gradients of blocks live in host memory, and their weights as far as they do not fit",
+    ("released",): "blocks are updated in the backward pass, which frees their gradients: they would not fit otherwise",
+    ("released", "weights"): "blocks are updated in the backward pass, which frees their gradients, and their weights "
+    "live in host memory as far as they do not fit",
 }
 """What else leaves the device with memory.offload=all or auto, if nothing less fits."""
 OFFLOAD_REASONS = {
@@ -46,6 +61,30 @@ def can_split(job: Job, precision: str, world: int) -> bool:
     return world == 1 and precision in ("bf16", "fp8") and not job.model.module
 
 
+def can_release(job: Job, precision: str) -> bool:
+    """Whether blocks can be updated in the backward pass: their gradients are then not scaled or summed afterwards."""
+    whole = job.train.microbatch in ("auto", job.train.global_batch) and job.train.accumulation in ("auto", 1)
+    return not job.optim.clip and precision != "fp16" and whole and not job.train.batch_ramp
+
+
+def last_resorts(job: Job, precision: str) -> dict[tuple[str, ...], str]:
+    """Those of LAST_RESORTS that a job can use: gradients that can be released need no host memory."""
+    other = "gradients" if can_release(job, precision) else "released"
+    return {also: reason for also, reason in LAST_RESORTS.items() if other not in also}
+
+
+def may_fit(job: Job, plan: Plan, world: int, memory_gib: float) -> bool:
+    """Whether a rank's device, host memory and disk could hold weights, states and gradients, and nothing else."""
+    counts = count_parameters(job.model)
+    if counts is None or job.model.lora is not None:
+        return True
+    width = 4 if plan.precision == "fp32" else 2
+    held = width + state_bytes_per_parameter(job, can_split(job, plan.precision, world))
+    held += 0 if can_release(job, plan.precision) else width
+    space = memory_gib + _host_budget(job, world) + (_disk_budget(job, plan, world) if job.memory.disk else 0.0)
+    return counts.total * held / world / GIB <= space
+
+
 def tier_settings(job: Job, plan: Plan, world: int, also: tuple[str, ...] = ()) -> dict[str, Any]:
     """The plan's fields for the search: as much offloaded as memory.offload allows, `also` of gradients and weights."""
     memory = job.memory
@@ -61,9 +100,15 @@ def tier_settings(job: Job, plan: Plan, world: int, also: tuple[str, ...] = ()) 
     return {
         "split_master": split, "states": memory.states, "host_share": share, "disk": memory.disk or "",
         "weight_share": _pinned(job, "weights").get("host", 0.0) or float("weights" in also),
-        "gradient_home": "host" if _pinned(job, "gradients").get("host") or "gradients" in also else "device",
+        "gradient_home": _gradient_home(job, also),
         "home_shares": pinned, "stream_gib": away and STREAM_SLOTS * _piece_bytes(job, split, world) / GIB,
     }  # fmt: skip
+
+
+def _gradient_home(job: Job, also: tuple[str, ...]) -> str:
+    if "gradients" in job.memory.homes:
+        return next(iter(_pinned(job, "gradients")), "device")
+    return "released" if "released" in also else "host" if "gradients" in also else "device"
 
 
 def _most(job: Job, plan: Plan, split: bool, world: int) -> float:
@@ -137,12 +182,7 @@ def _piece_bytes(job: Job, split: bool, world: int) -> float:
     counts = count_parameters(job.model)
     if counts is None:
         return 0.0
-    own = counts.total / world
-    size = min(STREAMED_PIECE_ELEMENTS, own)
-    if world > 1 or not OPTIMIZERS[job.optim.name].elementwise:  # these weights are not cut
-        weights = [w for some in unit_weights(job.model, False).values() for w in some]
-        size = max(size, max((prod(w.shape) for w in weights), default=0) / world)
-    return size * state_bytes_per_parameter(job, split)
+    return float(piece_elements(job, world, counts.total / world)) * state_bytes_per_parameter(job, split)
 
 
 def place_states(job: Job, plan: Plan, limit_gib: float, spare: bool, reasons: list[str]) -> Plan:
@@ -162,7 +202,8 @@ def place_states(job: Job, plan: Plan, limit_gib: float, spare: bool, reasons: l
     total = sum(gib for kind, gib in sizes.items() if kind not in plan.home_shares)
     released = EngineMemory(job, replace(none, gradient_home=plan.gradient_home))
     resident = float(released.peak(layouts)[0]) / GIB
-    gradients = released.block_gradients(layouts, Place(0)) / GIB
+    gone = released.block_gradients(layouts, Place(0)) / GIB
+    gradients = gone if plan.gradient_home == "host" else 0.0
     share, least = plan.host_share if total else 0.0, plan.stream_gib
     if spare and share:
         share = min(1.0, max(0.0, (resident + least - limit_gib) / total * MARGIN))
@@ -171,11 +212,11 @@ def place_states(job: Job, plan: Plan, limit_gib: float, spare: bool, reasons: l
     blocks, largest = (size / GIB for size in engine.block_weights(layouts, Place(0)))
     excess = resident - away + least - limit_gib
     weights = _weight_share(job, plan, blocks, WEIGHT_UNITS * largest, excess)
-    host, disk = _shares(job, plan, total, share, spare, reasons, pinned, weights * blocks, gradients)
+    parked = min(plan.host_gib, _block_inputs(job, plan, layouts)) if plan.offloads_activations else plan.host_gib
+    inputs = parked if plan.offloads_activations else 0.0
+    host, disk = _shares(job, plan, total, share, spare, reasons, pinned, weights * blocks, gradients, inputs)
     left = -excess + max(0.0, weights * blocks - WEIGHT_UNITS * largest)
     stream = min(away, least + max(0.0, STREAM_SHARE * left)) if away else 0.0
-    used = host * total + pinned["host"] + weights * blocks + gradients
-    parked = max(0.0, plan.host_gib - used) if plan.offloads_activations else plan.host_gib
     masters = 0.0 if plan.split_master else held["parameters"]
     parts = {"weights": held["copies"] + held["frozen"], "master weights": masters}
     of_blocks = {
@@ -183,7 +224,7 @@ def place_states(job: Job, plan: Plan, limit_gib: float, spare: bool, reasons: l
         "master weights": weights * blocks * masters / max(1e-9, sum(parts.values())),
     }
     rows = [_row(k, "device", gib - of_blocks[k]) for k, gib in parts.items() if gib - of_blocks[k] > 1e-9]
-    rows.append(_row("gradients", "device", held["gradients"] - gradients))
+    rows.append(_row("gradients", "device", held["gradients"] - gone))
     if gradients:
         rows.append(_row("gradients", "host", gradients, plan.accumulation * gradients, plan.accumulation * gradients))
     passes = 2 * plan.accumulation * max(0.0, 1 - WEIGHT_UNITS * largest / max(1e-9, weights * blocks))
@@ -211,6 +252,13 @@ KIND_NAMES = {"master": "low halves"}
 """Kinds of states in the rows of a plan, where they differ from those of memory.homes."""
 
 
+def _block_inputs(job: Job, plan: Plan, layouts: Layouts) -> float:
+    """GiB that all blocks of the first rank keep for their backward pass."""
+    without_host = job.model_copy(update={"memory": job.memory.model_copy(update={"host_gib": 0.0})})
+    facts = EngineMemory(without_host, plan).step_facts(layouts, Place(0))
+    return float(facts["kept"][0] * facts["blocks"][0] * facts["in_flight"][0]) / GIB
+
+
 def _row(kind: str, home: str, gib: float, moved: float = 0.0, stored: float = 0.0) -> dict[str, Any]:
     """What lives in a memory, and what of it is copied to the device and back in a step."""
     sizes = {"gib": gib, "moved_gib": moved, "stored_gib": stored}
@@ -230,50 +278,58 @@ def _weight_share(job: Job, plan: Plan, blocks: float, slots: float, excess: flo
     return min(1.0, ceil((excess + slots) / blocks * MARGIN * count) / count)
 
 
+def _size(gib: float) -> str:
+    return f"{gib:.2f}" if gib >= 0.01 or not gib else f"{gib:.1g}"
+
+
 def _shares(
     job: Job, plan: Plan, total: float, share: float, spare: bool, reasons: list[str], pinned: dict[str, float],
-    weights: float, gradients: float,
+    weights: float, gradients: float, inputs: float,
 ) -> tuple[float, float]:  # fmt: skip
     """Shares in host memory and on disk of the states that are not pinned, of `total` GiB, beside `pinned` ones and
-    some GiB of weights and gradients in host memory."""
+    some GiB of weights, gradients and block inputs in host memory."""
     host = _host_budget(job, plan.world)
-    what = " and ".join(name for name, gib in (("weights", weights), ("gradients", gradients)) if gib)
-    if (weights := weights + gradients) > host * MARGIN:
+    kinds = {"weights": weights, "gradients": gradients, "block inputs": inputs}
+    *most, last = [name for name, gib in kinds.items() if gib] or [""]
+    what = f"{', '.join(most)} and {last}" if most else last
+    if (weights := weights + gradients + inputs) > host * MARGIN:
         raise FitError(
-            f"{what} need {weights:.2f} GiB of host memory a rank, and {host:.2f} GiB may be used (memory.host_gib, "
-            "by default 70 % of the machine's memory); more ranks in parallel.tp or parallel.pp would need less"
+            f"{what} need {_size(weights)} GiB of host memory a rank, and {_size(host)} GiB may be used "
+            "(memory.host_gib, by default 70 % of the machine's memory); more ranks in parallel.tp or parallel.pp "
+            "would need less"
         )
     host = max(0.0, host - weights)
     if pinned["host"] > host * MARGIN:
         raise FitError(
-            f"memory.homes keeps {pinned['host']:.2f} GiB of states a rank in host memory, and {host:.2f} GiB may be "
-            "used (memory.host_gib, by default 70 % of the machine's memory); a smaller share would work"
+            f"memory.homes keeps {_size(pinned['host'])} GiB of states a rank in host memory, and {_size(host)} GiB "
+            "may be used (memory.host_gib, by default 70 % of the machine's memory); a smaller share would work"
         )
     if pinned["disk"] > (space := _disk_budget(job, plan, plan.world) if job.memory.disk else 0.0):
         raise FitError(
-            f"memory.homes keeps {pinned['disk']:.2f} GiB of states a rank on disk, and memory.disk={job.memory.disk} "
-            f"has {space:.2f} GiB for each rank; a smaller share or a larger disk would work"
+            f"memory.homes keeps {_size(pinned['disk'])} GiB of states a rank on disk, and "
+            f"memory.disk={job.memory.disk} has {_size(space)} GiB for each rank; a smaller share or a larger disk "
+            "would work"
         )
     budget = max(0.0, host - pinned["host"])
     if share * total <= budget * MARGIN:
         if 0 < share < 1 and job.memory.offload_fraction == "auto" and not spare:
             reasons.append(
-                f"{1 - share:.0%} of the states stay on the device: host memory has {budget:.2f} GiB for the rest"
+                f"{1 - share:.0%} of the states stay on the device: host memory has {_size(budget)} GiB for the rest"
             )
         return share, 0.0
     host = budget / total
     need = share * total - budget
     if not job.memory.disk:
         raise FitError(
-            f"offloaded states need {share * total:.2f} GiB of host memory a rank, and {budget:.2f} GiB may be used "
-            f"{f'besides {weights:.2f} GiB of {what} ' if weights else ''}(memory.host_gib, by default 70 % of the "
-            "machine's memory); memory.disk=FOLDER would keep the rest on disk"
+            f"offloaded states need {_size(share * total)} GiB of host memory a rank, and {_size(budget)} GiB may be "
+            f"used {f'besides {_size(weights)} GiB of {what} ' if weights else ''}(memory.host_gib, by default 70 % of "
+            "the machine's memory); memory.disk=FOLDER would keep the rest on disk"
         )
     free = space - pinned["disk"]
     if need > free:
         raise FitError(
-            f"states need {need:.2f} GiB a rank on disk besides {budget:.2f} GiB of host memory, and memory.disk="
-            f"{job.memory.disk} has {free:.2f} GiB for each rank; a larger disk or memory.host_gib would work"
+            f"states need {_size(need)} GiB a rank on disk besides {_size(budget)} GiB of host memory, and memory.disk="
+            f"{job.memory.disk} has {_size(free)} GiB for each rank; a larger disk or memory.host_gib would work"
         )
-    reasons.append(f"{need:.2f} GiB of states are on disk: host memory has {budget:.2f} GiB for them")
+    reasons.append(f"{_size(need)} GiB of states are on disk: host memory has {_size(budget)} GiB for them")
     return host, share - host

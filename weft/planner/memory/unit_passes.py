@@ -12,7 +12,7 @@ from weft.planner.engine_constants import FP8_LOGITS_CHUNKS, LOGITS_BYTES
 from weft.planner.memory.block_trace import BlockBytes, block_bytes, coded_pass, head_bytes, selective_kept
 from weft.planner.memory.expert_trace import Mixture
 from weft.planner.memory.live_bytes import CODED_BYTES, FP32_BYTES, PassBytes, Sizes
-from weft.planner.model.facts import Size
+from weft.planner.model.model_facts import Size
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts, distinct
 

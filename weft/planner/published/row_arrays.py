@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from weft.planner.calibration import Calibration
-from weft.planner.model.facts import ClusterFacts, Level, ModelFacts, Size, stack_models
+from weft.planner.model.cluster_facts import ClusterFacts, Level
+from weft.planner.model.model_facts import ModelFacts, Size, stack_models
 from weft.planner.published.rows import PublishedRun
 from weft.planner.search.candidates import PRECISIONS, Layouts
 from weft.planner.time.step import Estimates, estimate

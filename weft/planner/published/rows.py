@@ -12,7 +12,8 @@ from typing import Any
 
 from weft.hardware.catalog import Device, device_by_product, find_device, find_network
 from weft.job.errors import JobError
-from weft.planner.model.facts import ClusterFacts, ModelFacts, default_network, make_cluster
+from weft.planner.model.cluster_facts import ClusterFacts, default_network, make_cluster
+from weft.planner.model.model_facts import ModelFacts
 from weft.planner.published.known_models import known_model
 from weft.planner.schedules.registry import SCHEDULE_NAMES
 from weft.planner.search.candidates import PRECISIONS, RECOMPUTES
@@ -212,11 +213,13 @@ def row_device(name: str) -> Device:
 # Spellings that the catalog does not know, narrower patterns first
 _SPELLINGS = (
     (r"gb300", "gb300"), (r"gb200", "gb200"), (r"gh200", "gh200"), (r"b300", "b300"), (r"b200", "b200"),
-    (r"h200", "h200"), (r"h800", "h800"), (r"h100.*pcie", "h100-pcie"), (r"h100", "h100"), (r"h20", "h20"),
-    (r"a100.*pcie.*80|a100.*80.*pcie", "a100-pcie"), (r"a[18]00.*40", "a100-40gb"), (r"a[18]00", "a100"),
-    (r"v100.*16", "v100-sxm-16gb"), (r"v100", "v100"), (r"l40s", "l40s"), (r"a10g", "a10g"), (r"a6000", "a6000"),
-    (r"4090", "rtx-4090"), (r"mi250", "mi250x"), (r"mi300", "mi300x"), (r"mi325", "mi325x"), (r"mi350", "mi350x"),
-    (r"mi355", "mi355x"),
+    (r"h200", "h200"), (r"h800", "h800"), (r"h100.*pcie", "h100-pcie"), (r"h100.*nvl", "h100-nvl"), (r"h100", "h100"),
+    (r"h20", "h20"), (r"a100.*pcie.*80|a100.*80.*pcie", "a100-pcie"),
+    (r"a100.*pcie.*40|a100.*40.*pcie", "a100-pcie-40gb"), (r"a[18]00.*40", "a100-40gb"), (r"a[18]00", "a100"),
+    (r"v100.*16", "v100-sxm-16gb"), (r"v100", "v100"), (r"l40s", "l40s"), (r"a10g", "a10g"), (r"\ba40\b", "a40"),
+    (r"\ba10\b", "a10"), (r"\bl4\b", "l4"), (r"\bt4\b", "t4"), (r"a6000", "a6000"), (r"4090", "rtx-4090"),
+    (r"3090", "rtx-3090"), (r"5090", "rtx-5090"), (r"6000.ada", "rtx-6000-ada"), (r"mi250", "mi250x"),
+    (r"mi300", "mi300x"), (r"mi325", "mi325x"), (r"mi350", "mi350x"), (r"mi355", "mi355x"),
 )  # fmt: skip
 
 
@@ -232,14 +235,19 @@ def row_cluster(line: Mapping[str, str], gpus: int) -> ClusterFacts:
 
 
 def network_of(text: str, per_node: int, device: Device) -> tuple[float, float]:
-    """GB/s per device and latency in µs, from text such as `IB HDR 8x200Gb` or `1600Gb/s per node`."""
+    """GB/s per device and latency in µs, from text such as `IB HDR 8x200Gb`, `IB NDR` or
+    `1600Gb/s per node`."""
     usual = find_network(default_network(device))
     latency = 5.0 if re.search(r"roce|ethernet|efa", text, re.I) else usual.latency_us
-    if found := re.search(r"(\d+)\s*x\s*(?:ConnectX-\d+ IB \w+ )?(\d+)\s*(Gb|GB)", text):
-        total = int(found.group(1)) * int(found.group(2)) / (8 if found.group(3) == "Gb" else 1)
+    cards = re.findall(r"(\d+)\s*x\s*(?:\S* ?ConnectX-\d+ (?:IB \w+ )?)?(\d+)\s*(Gb|GB)", text)
+    if cards:  # the compute network, where storage has its own
+        total = max(int(count) * int(speed) / (8 if unit == "Gb" else 1) for count, speed, unit in cards)
         return total / per_node, latency
-    if found := re.search(r"(\d+)\s*Gb/s per node", text):
-        return int(found.group(1)) / 8 / per_node, latency
+    if found := re.search(r"\b([xnhe]dr|slingshot)\b", text, re.I):
+        word = found[1].lower()
+        return find_network("slingshot-11" if word == "slingshot" else f"ib-{word}").gb_s, latency
+    if found := re.search(r"(\d+)\s*Gb(?:ps|/s)", text):
+        return int(found[1]) / 8 / per_node, latency
     return usual.gb_s, latency
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.planner.rules.context_rules import attends
@@ -77,6 +79,8 @@ def tiers_rule(job: Job, plan: Plan) -> str | None:
                 f"memory.{name}={getattr(memory, name)} has no effect with memory.offload={memory.offload}; "
                 "memory.offload=states would work"
             )
+    if memory.disk and os.path.isfile(os.path.expanduser(memory.disk)):
+        return f"memory.disk={memory.disk} is a file; a folder on a local disk would work"
     if memory.homes and not offloads:
         return f"memory.homes has no effect with memory.offload={memory.offload}; memory.offload=states would work"
     for what in ("weights", "gradients"):
@@ -85,11 +89,8 @@ def tiers_rule(job: Job, plan: Plan) -> str | None:
             return f"memory.homes keeps {what} on disk, but {what} live on the device or in host memory"
     if isinstance(memory.homes.get("gradients"), dict):
         return "memory.homes has shares of gradients, and all of them leave or none; gradients: host would work"
-    if plan.gradient_home == "host" and plan.world > 1:
-        return (
-            f"memory.homes keeps gradients in host memory, and {plan.world} ranks sum or share them on the device; "
-            "one rank, or gradients: device with parallel.dp_shard, would work"
-        )
+    if plan.gradient_home != "device" and (problem := _gradients_problem(job, plan)):
+        return problem
     if plan.weight_share and (problem := _weights_problem(job, plan)):
         return problem
     for kind, shares in plan.home_shares.items():
@@ -125,6 +126,27 @@ def tiers_rule(job: Job, plan: Plan) -> str | None:
             f"{setting} keeps states where experts cannot move them, as "
             f"parallel.ep_rebalance={plan.ep_rebalance:g} would; ep_rebalance=0 would work"
         )
+    return None
+
+
+def _gradients_problem(job: Job, plan: Plan) -> str | None:
+    """Why gradients cannot live in host memory, or be released."""
+    released = plan.gradient_home == "released"
+    what = "updates blocks in the backward pass" if released else "keeps gradients in host memory"
+    if plan.world > 1:
+        return (
+            f"memory.homes {what}, and {plan.world} ranks sum or share gradients on the device; one rank, or "
+            "gradients: device with parallel.dp_shard, would work"
+        )
+    if not released:
+        return None
+    if job.optim.clip:
+        return f"memory.homes {what}, before the norm is known that optim.clip={job.optim.clip:g} needs; clip=0 works"
+    if plan.precision == "fp16":
+        return f"memory.homes {what}, before overflows are known that precision=fp16 can have; precision=bf16 works"
+    if plan.accumulation > 1 or job.train.batch_ramp:
+        why = f"{plan.accumulation} microbatches" if plan.accumulation > 1 else "those of train.batch_ramp"
+        return f"memory.homes {what} of one microbatch, and a step sums {why}; gradients: host would work"
     return None
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from weft.job.compression import COMPRESSORS
 from weft.planner.plan import Plan
-from weft.planner.schedules.registry import SCHEDULE_NAMES, resolve_name
+from weft.planner.schedules.registry import LAST_STAGE_ON_FIRST_RANK, SCHEDULE_NAMES, resolve_name
 
 IntArray = NDArray[np.int64]
 
@@ -62,6 +62,16 @@ class Layouts:
     @property
     def world(self) -> IntArray:
         return self.dp_replicate * self.dp_shard * self.tp * self.cp * self.pp
+
+    @property
+    def back_and_forth(self) -> NDArray[np.bool_]:
+        """Whether stages go down the ranks and back up, so that the last one is on the first rank."""
+        return np.asarray(LAST_STAGE_ON_FIRST_RANK[self.schedule], bool)
+
+    @property
+    def element_bytes(self) -> NDArray[np.float64]:
+        """Bytes of an activation, and of a weight in products."""
+        return np.where(self.precision == PRECISIONS.index("fp32"), 4.0, 2.0)
 
     def take(self, chosen: Any) -> Layouts:
         """The layouts selected by a mask, a slice or indices."""

@@ -19,6 +19,8 @@ from weft.planner.search.space import Space, job_space
 def plan_space(job: Job, plan: Plan, world: int) -> Space:
     """The layouts that the job leaves open. `plan` has the pins."""
     space = job_space(job, world, plan.precision)
+    if plan.gradient_home == "released" and space.accumulation is None:
+        space = space.restricted(accumulation=1)
     if job.parallel != "auto":
         return _pinned(space, job, plan)
     return _on_cpus(space) if plan.device == "cpu" else space

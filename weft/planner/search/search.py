@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from weft.planner.estimator import Estimator
 from weft.planner.memory.layout_group import SPLITS
-from weft.planner.model.facts import ModelFacts
+from weft.planner.model.model_facts import ModelFacts
 from weft.planner.schedules.registry import SCHEDULE_NAMES
 from weft.planner.search.candidates import RECOMPUTES, IntArray, Layouts
 from weft.planner.search.frontier import BestLayouts, degrees

@@ -16,7 +16,7 @@ from weft.planner.advice.why import compare, reasons
 from weft.planner.calibration import Calibration
 from weft.planner.estimate import POWER_OVERHEAD, POWER_SHARE, estimate_job
 from weft.planner.estimator import make_estimator
-from weft.planner.make_plan import PlanStart, complete_plan
+from weft.planner.make_plan import PlanStart, complete_or_advise
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
 from weft.planner.rules.table import RUNNABLE
@@ -112,7 +112,7 @@ def survey(
     found = search.find(top, front)
     why = reasons(search, found, pinned=job.parallel != "auto") if len(found) else []
     winner = found.layouts if len(found) else found.smallest
-    _, chosen = complete_plan(start, keep_pinned(job, plan, winner.plan(0, plan)), why, estimator)
+    _, chosen = complete_or_advise(start, keep_pinned(job, plan, winner.plan(0, plan)), why, estimator)
     estimate = estimate_job(job, chosen, calibration)
     if len(found) == 0:
         return Survey(job, chosen, start, search, found, estimate, _goodput(job, chosen, 1.0))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.planner.calibration import Calibration
-from weft.planner.model.facts import ClusterFacts, ModelFacts, Size
+from weft.planner.model.cluster_facts import ClusterFacts
+from weft.planner.model.model_facts import ModelFacts, Size
 from weft.planner.search.candidates import CP_STYLES, Layouts
 from weft.planner.time import collectives as links
 from weft.planner.time.compute import compute_time
@@ -80,7 +81,7 @@ def block_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: 
     w = compute_time(model, cluster, layouts, cal)
     ones = np.ones(len(layouts))
     tokens = layouts.microbatch * model.seq_len / layouts.cp
-    size = np.where(layouts.precision == 0, 4.0, 2.0)
+    size = layouts.element_bytes
     row = tokens * model.dim * size
     # tensor parallel: two sums forward and two backward, as large as the residual stream
     near_tp = links.rank_group(cluster, layouts.tp, ones, cal)

@@ -8,8 +8,8 @@ from weft.hardware.catalog import Device
 from weft.hardware.linear_fit import fit_line
 from weft.hardware.measured import load_measured
 from weft.job.schema import Job
+from weft.planner.model.cluster_facts import cluster_facts
 from weft.planner.model.counts import count_parameters, count_trained
-from weft.planner.model.facts import cluster_facts
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
 from weft.planner.time.collectives import rank_group

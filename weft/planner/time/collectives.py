@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.planner.calibration import Calibration
-from weft.planner.model.facts import ClusterFacts, Size
+from weft.planner.model.cluster_facts import ClusterFacts
+from weft.planner.model.model_facts import Size
 from weft.planner.search.candidates import NEAREST_FIRST, Layouts
 
 

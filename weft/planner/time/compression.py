@@ -11,7 +11,7 @@ import numpy as np
 from weft.job.compression import COMPRESSORS, Compression, CompressionKind, parse_compression, share_of
 from weft.planner.calibration import Calibration
 from weft.planner.engine_constants import GRADIENT_ALIGNMENT, MIN_COMPRESSED_ELEMENTS
-from weft.planner.model.facts import ModelFacts, Size
+from weft.planner.model.model_facts import ModelFacts, Size
 from weft.planner.model.parameters import ParamShard, Weight
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.planner.calibration import Calibration
-from weft.planner.model.facts import ClusterFacts, ModelFacts, Size
+from weft.planner.model.cluster_facts import ClusterFacts
+from weft.planner.model.model_facts import ModelFacts, Size
 from weft.planner.search.candidates import PRECISIONS, Layouts
 
 TILE_ELEMENTS = 128 * 128
@@ -57,7 +58,7 @@ def compute_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal
     low = np.where(own > wide, cal.low_precision, 1.0)
     fast, plain = own * cluster.reach * cal.matmul * low, wide * cluster.reach * cal.matmul
     memory = cluster.memory_gb_s * 1e9 * MEMORY_SHARE
-    size = np.where(layouts.precision == 0, 4.0, 2.0)
+    size = layouts.element_bytes
     tiles = cluster.units * TILE_ELEMENTS
 
     def product(rows: Size, out: Size, inner: Size, speed: Size) -> Size:
@@ -133,7 +134,11 @@ def compute_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal
         backward=backward,
         attention=attention_f,
         weights=np.where(np.asarray(model.frozen) > 0, 0.0, forward - attention_f - moved_f),
-        inner=np.where(cal.fused > 0, cal.selective * moved_f, attention_f),
+        inner=np.where(
+            cal.fused > 0,
+            cal.selective * moved_f + cal.selective_products * (forward - attention_f - moved_f),
+            attention_f,
+        ),
         head_forward=np.where(has_head, head_f + logits, 0.0),
         head_backward=np.where(has_head, head_b + logits, 0.0),
         coding=model.coded * tokens * stored * (size + 1) / memory * cal.traffic,

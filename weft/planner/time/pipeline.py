@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weft.planner.model.facts import Size
+from weft.planner.model.model_facts import Size
 from weft.planner.schedules.entry import Shares
 from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.search.candidates import Layouts

@@ -9,10 +9,12 @@ from typing import TypeVar
 
 import numpy as np
 
+from weft.hardware.probe import GIB
 from weft.planner.calibration import Calibration
-from weft.planner.memory.framework_memory import GIB, framework_memory
+from weft.planner.memory.framework_memory import framework_memory
 from weft.planner.memory.live_bytes import CODED_BYTES
-from weft.planner.model.facts import ClusterFacts, ModelFacts, Size
+from weft.planner.model.cluster_facts import ClusterFacts
+from weft.planner.model.model_facts import ModelFacts, Size
 from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts, distinct
 from weft.planner.time.block import BlockTime, block_time, exposed
 from weft.planner.time.compute import peak_flops_by_precision

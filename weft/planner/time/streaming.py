@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.hardware.measured import Measured
-from weft.planner.model.facts import Size
+from weft.planner.model.model_facts import Size
 
 LINK_GB_S = {"cpu": 4.0, "cuda": 20.0}
 """Between host and device, each way with both at once, where it was not measured: PCIe 4.0 ×16, or a CPU's copies."""

@@ -1,4 +1,4 @@
-"""Bytes that a rank passes to collectives in a step, and its FLOPs, counted exactly for one plan.
+"""Bytes that a rank passes to collectives in a step, counted exactly for one plan.
 
 `weft dryrun` traces the real engine and finds the same numbers. The bytes of a collective are those of its whole
 tensor: what an all-gather returns, what a reduce-scatter takes, what is reduced or sent.
@@ -16,7 +16,7 @@ from weft.job.compression import parse_compression
 from weft.job.optim import OPTIMIZERS, WeightShard
 from weft.job.schema import Job, Model
 from weft.planner.engine_constants import GRADIENT_ALIGNMENT
-from weft.planner.model.counts import attention_share, count_parameters
+from weft.planner.model.counts import count_parameters
 from weft.planner.model.parameters import (
     ParamShard,
     coords_of,
@@ -225,56 +225,6 @@ def _optimizer_traffic(job: Job, plan: Plan, shards: Iterable[ParamShard], out: 
         for axis, cuts in (("dp_shard", plan.dp_shard > 1), ("tp", over_tp)):
             if cuts and numbers:
                 out[axis]["all_reduce"] += count * FP32_BYTES * round(numbers)
-
-
-def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
-    """Products of one rank in a step, a multiplication and an addition each 2 by the usual count; causal attention
-    counts the half that is needed, and what recompute does again is counted again."""
-    model, coords = job.model, coords_of(plan, rank)
-    samples = plan.microbatch * plan.accumulation
-    seq = 1 if model.is_stack else job.data.seq_len
-    total = 0.0
-    for stage in stages_of(plan, coords["pp"]):
-        first, end, begins, ends = stage_range(model, plan, stage)
-        for shard in param_shards(model, plan, stage, coords):
-            name, size = shard.weight.name, prod(shard.weight.on_tp(plan.tp, coords["tp"]))
-            if shard.weight.experts and model.experts is not None:  # each token meets a few; load is taken as even
-                each = prod(shard.weight.shape[1:]) * model.experts.top_k
-                passes = (3.0 if shard.weight.trained else 2.0) + (1.0 if plan.recompute == "full" else 0.0)
-                total += 2.0 * passes * samples * seq * each / plan.cp / plan.tp
-                continue
-            if len(shard.weight.shape) != 2 or name.startswith(
-                ("positions.", "types.", "encoder_bias.", "decoder_bias.")
-            ):
-                continue
-            if name == "embed.weight" and not model.is_classifier:
-                if model.tied and ends:
-                    total += (6.0 if shard.weight.trained else 4.0) * samples * seq * size
-                continue
-            passes = 3.0
-            if not shard.weight.unit:
-                tokens = samples * (1 if name.startswith("head.") and model.labels_samples else seq)
-                passes = 2.0 if name == "embed.weight" else 3.0  # patches need no gradient
-            else:
-                tokens = samples * seq
-                passes += 1.0 if plan.recompute == "full" and not name.endswith("mlp.down.weight") else 0.0
-                if name.endswith("router.weight"):  # each rank routes its own tokens
-                    tokens //= plan.tp
-                if model.is_stack:
-                    passes = 2.0 if begins and shard.weight.unit == "layers.0" else 3.0
-            passes -= 0.0 if shard.weight.trained else 1.0
-            total += 2.0 * passes * tokens * size / plan.cp
-        if not model.is_stack:
-            scores = 4.0 * samples * seq * seq * (model.heads or 0) * (model.head_dim or 0) / plan.tp / plan.cp
-            passes = 4.0 if plan.recompute == "full" else 3.0
-            total += passes * scores * sum(attention_share(model, i) for i in range(first, end))
-        for shard in param_shards(model, plan, stage, coords):
-            if not shard.weight.trained:
-                continue
-            entry = OPTIMIZERS[job.optim.name].of(shard.for_optimizer)
-            turns = prod(replica_axes(plan, shard.weight).values()) if entry.takes_turns else 1
-            total += entry.flops(shard.for_optimizer) / turns
-    return total
 
 
 def communication_bytes(job: Job, plan: Plan, last: bool = False) -> dict[str, float]:

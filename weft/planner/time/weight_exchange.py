@@ -8,8 +8,8 @@ import numpy as np
 
 from weft.planner.calibration import Calibration
 from weft.planner.memory.framework_memory import weights
-from weft.planner.model.facts import ClusterFacts, ModelFacts, Size
-from weft.planner.schedules.registry import LAST_STAGE_ON_FIRST_RANK
+from weft.planner.model.cluster_facts import ClusterFacts
+from weft.planner.model.model_facts import ModelFacts, Size
 from weft.planner.search.candidates import OFFLOADS, Layouts
 from weft.planner.time import collectives as links
 from weft.planner.time.allreduce_messages import by_messages
@@ -49,7 +49,7 @@ class WeightExchange:
     def columns(cls, layouts: Layouts) -> tuple[Size, ...]:
         """The settings that these times depend on."""
         return (
-            layouts.tp, layouts.pp, layouts.virtual_stages, LAST_STAGE_ON_FIRST_RANK[layouts.schedule], layouts.ep,
+            layouts.tp, layouts.pp, layouts.virtual_stages, layouts.back_and_forth, layouts.ep,
             layouts.cp, layouts.dp_shard, layouts.dp_replicate, layouts.zero, layouts.compression,
             layouts.precision, layouts.offload,
         )  # fmt: skip
@@ -58,7 +58,7 @@ class WeightExchange:
 def weight_exchange(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: Calibration) -> WeightExchange:
     ends = (weights(model, layouts, index) for index in (0, layouts.pp - 1))
     shared, experts = (np.maximum(first, last) for first, last in zip(*ends, strict=True))
-    size = np.where(layouts.precision == 0, 4.0, 2.0)
+    size = layouts.element_bytes
     trained = np.where(np.asarray(model.frozen) > 0, 0.01, 1.0)
     over_all = np.maximum(layouts.dp * layouts.cp * layouts.tp / layouts.ep, 1)
     expert_ranks = links.rank_group(cluster, over_all, layouts.ep, cal)

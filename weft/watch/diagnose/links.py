@@ -6,7 +6,7 @@ import statistics
 
 import numpy as np
 
-from weft.planner.model.facts import cluster_facts
+from weft.planner.model.cluster_facts import cluster_facts
 from weft.planner.ranks import device_of
 from weft.watch.diagnose.evidence import RunEvidence, number
 from weft.watch.diagnose.finding import Finding, milliseconds, percent

@@ -1,0 +1,62 @@
+"""FLOPs of one rank in a step, counted exactly for one plan. `weft dryrun` finds the same numbers."""
+
+from __future__ import annotations
+
+from math import prod
+
+from weft.job.optim import OPTIMIZERS
+from weft.job.schema import Job
+from weft.planner.model.counts import attention_share
+from weft.planner.model.parameters import coords_of, param_shards, stage_range, stages_of
+from weft.planner.plan import Plan
+from weft.planner.time.traffic import replica_axes
+
+
+def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
+    """Products of one rank in a step, a multiplication and an addition each 2 by the usual count; causal attention
+    counts the half that is needed, and what recompute does again is counted again."""
+    model, coords = job.model, coords_of(plan, rank)
+    samples = plan.microbatch * plan.accumulation
+    seq = 1 if model.is_stack else job.data.seq_len
+    total = 0.0
+    for stage in stages_of(plan, coords["pp"]):
+        first, end, begins, ends = stage_range(model, plan, stage)
+        for shard in param_shards(model, plan, stage, coords):
+            name, size = shard.weight.name, prod(shard.weight.on_tp(plan.tp, coords["tp"]))
+            if shard.weight.experts and model.experts is not None:  # each token meets a few; load is taken as even
+                each = prod(shard.weight.shape[1:]) * model.experts.top_k
+                passes = (3.0 if shard.weight.trained else 2.0) + (1.0 if plan.recompute == "full" else 0.0)
+                total += 2.0 * passes * samples * seq * each / plan.cp / plan.tp
+                continue
+            if len(shard.weight.shape) != 2 or name.startswith(
+                ("positions.", "types.", "encoder_bias.", "decoder_bias.")
+            ):
+                continue
+            if name == "embed.weight" and not model.is_classifier:
+                if model.tied and ends:
+                    total += (6.0 if shard.weight.trained else 4.0) * samples * seq * size
+                continue
+            passes = 3.0
+            if not shard.weight.unit:
+                tokens = samples * (1 if name.startswith("head.") and model.labels_samples else seq)
+                passes = 2.0 if name == "embed.weight" else 3.0  # patches need no gradient
+            else:
+                tokens = samples * seq
+                passes += 1.0 if plan.recompute == "full" and not name.endswith("mlp.down.weight") else 0.0
+                if name.endswith("router.weight"):  # each rank routes its own tokens
+                    tokens //= plan.tp
+                if model.is_stack:
+                    passes = 2.0 if begins and shard.weight.unit == "layers.0" else 3.0
+            passes -= 0.0 if shard.weight.trained else 1.0
+            total += 2.0 * passes * tokens * size / plan.cp
+        if not model.is_stack:
+            scores = 4.0 * samples * seq * seq * (model.heads or 0) * (model.head_dim or 0) / plan.tp / plan.cp
+            passes = 4.0 if plan.recompute == "full" else 3.0
+            total += passes * scores * sum(attention_share(model, i) for i in range(first, end))
+        for shard in param_shards(model, plan, stage, coords):
+            if not shard.weight.trained:
+                continue
+            entry = OPTIMIZERS[job.optim.name].of(shard.for_optimizer)
+            turns = prod(replica_axes(plan, shard.weight).values()) if entry.takes_turns else 1
+            total += entry.flops(shard.for_optimizer) / turns
+    return total
