@@ -18,7 +18,9 @@ STEPS = 3
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
 def test_planted_faults_are_found(pool: RankPool, precision: str, optimizer: str) -> None:
     def trained(layout: str, *overrides: str, dropped: str | None = None) -> Any:
-        settings = (f"precision={precision}", f"optim.name={optimizer}", "data.seq_len=16", *overrides)
+        stored = ("precision=fp32", "memory.activations=fp8")
+        used = stored if precision == "fp8 activations" else (f"precision={precision}",)
+        settings = (*used, f"optim.name={optimizer}", "data.seq_len=16", *overrides)
         args = (None, False, None, dropped)
         return run(pool, make_job(*settings, model=WIDE), layout, STEPS, *args).result.trace
 

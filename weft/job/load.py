@@ -176,6 +176,8 @@ def _raw_job(path: Path) -> dict[str, Any]:
         raw = _yaml(path.read_text(encoding="utf-8"), str(path), Job)
     except UnicodeDecodeError as error:
         raise JobError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise JobError(f"{path} cannot be read: {error.strerror}") from None
     if raw is None:
         raw = {}
     if not isinstance(raw, dict):
