@@ -180,8 +180,8 @@ class StreamedDataset:
     def _count(self, part: int, samples: int) -> None:
         self._counts[part] = samples
         self.train_len = max(1, sum(self._counts.values()))
-        print_ = f"{self.fingerprint}/{self._settings}"
-        self.rounds[0].append({"name": str(part), "fingerprint": print_, "samples": samples})
+        fingerprint = f"{self.fingerprint}/{self._settings}"
+        self.rounds[0].append({"name": str(part), "fingerprint": fingerprint, "samples": samples})
 
     def _part(self, number: int) -> Any:
         """The samples of a part; some that were read last are kept."""

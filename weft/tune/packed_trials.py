@@ -86,17 +86,17 @@ def run_packed(
     """Run prepared folders of these jobs, as many at a time as the queue allows. Returns their exit codes."""
     codes: dict[int, int] = {}
     waiting, running = list(range(len(jobs))), list[RunningTrial]()
-    asked_at, said = 0.0, False
+    ask_again_at, reported = 0.0, False
     with SignalForwarder() as signals, ExitStack() as everything:
         signals.unblock()
         while (waiting and not signals.received) or running:
-            while waiting and not signals.received and time.monotonic() - asked_at > (0 if running else CLAIM_POLL_S):
+            while waiting and not signals.received and time.monotonic() >= ask_again_at:
                 started = _start(waiting[0], jobs[waiting[0]], nproc, queue, worker, signals)
                 if started is None:
-                    asked_at = time.monotonic() + (CLAIM_POLL_S if running else 0)
-                    if not running and not said:
-                        report("waiting for resources of this machine: weft queue shows who holds them")
-                        said = True
+                    ask_again_at = time.monotonic() + CLAIM_POLL_S
+                    if not running and not reported:
+                        report("waiting for resources of this machine: weft queue shows the claims")
+                        reported = True
                     break
                 everything.push(started.held)
                 running.append(started)
@@ -106,7 +106,7 @@ def run_packed(
                     codes[trial.number] = int(Exit.INTERRUPTED) if signals.killed else code
                     trial.held.close()
                     running.remove(trial)
-                    asked_at = 0.0
+                    ask_again_at = 0.0
             time.sleep(POLL_S)
     if signals.received:
         stopped = WeftError("the search was stopped; the same command continues it")

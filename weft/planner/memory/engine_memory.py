@@ -247,7 +247,7 @@ def _recomputes_all(layouts: Layouts) -> Size:
 
 
 def _memory_columns(layouts: Layouts) -> tuple[Any, ...]:
-    """Equal for layouts whose memory is the same: placement and styles of cp do not matter."""
+    """Equal for layouts whose memory is the same: styles of cp do not matter."""
     return (
         layouts.dp_replicate > 1, layouts.dp_shard, layouts.zero, layouts.tp, layouts.sequence, layouts.cp, layouts.pp,
         layouts.virtual_stages, layouts.schedule, layouts.ep, layouts.microbatch, layouts.accumulation,
