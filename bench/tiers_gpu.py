@@ -12,12 +12,12 @@ and 100 GiB of host memory for the largest parts; no network.
 | bitwise | AdamW and Muon, resident and with states in host memory: losses, weights and moments |
 | 3.6b | 3.6B parameters, all states in host memory, clipping on, 4 × 4,096 tokens |
 | 8b, 8b-fp8 | llama-8b on the device alone with split master weights |
-| 13b, 20b | exact AdamW, states in host memory as far as they do not fit |
+| 13b, 20b | exact AdamW, states in host memory as far as they do not fit; 20B without clipping |
 | states | memory.states on the device and in host memory: bits, and losses beside exact states |
 | 13b-8bit, 32b | 8-bit moments, and those with master weights of 24 bits |
 | 32b-weights | the same with 115 GiB of the device, where weights of blocks live in host memory |
 | 70b | llama-70b with Adafactor, blocks updated in the backward pass, some weights in host memory |
-| 8b-disk | llama-8b within 20 GiB of the device and 60 GiB of host memory, other states on disk (`weft calibrate` first) |
+| 8b-disk | llama-8b in 20 GiB of the device and 60 GiB of host memory, other states on disk (`weft calibrate` first) |
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ PARTS: dict[str, dict[str, Any]] = {
             "device_gib": 115,
         },
     },
-    "20b": {"model": "20b", "memory": {"offload": "auto", "host_gib": 105, "recompute": "full"}},
+    "20b": {
+        "model": "20b", "optim": {"clip": 0}, "memory": {"offload": "auto", "host_gib": 113, "recompute": "full"},
+    },
     "70b": {
         "model": "70b", "optim": {"name": "adafactor", "clip": 0},
         "memory": {"offload": "auto", "host_gib": 110, "states": "24bit-master"},
