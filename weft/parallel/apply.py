@@ -80,7 +80,8 @@ def parallelize(
         with torch.no_grad():
             for value in (*model.parameters(), *model.buffers()):
                 value.copy_(_same_everywhere(value.to(mesh.device), mesh))
-    recomputed = recomputed_units(list(find_units(model)), plan.recompute)
+    split = plan.split if own is None else ()  # that of a module counts its parts with weights
+    recomputed = recomputed_units(list(find_units(model)), plan.recompute, plan.pp * plan.virtual_stages, split)
     if plan.activations != "exact" and not find_units(model):
         raise JobError(
             f"memory.activations={plan.activations} stores what blocks save, and {type(model).__name__} has none; put "
