@@ -70,9 +70,9 @@ def differences(reference: Run, other: Run, precision: str = "fp32") -> list[str
     return found + disagreements(other.seen)
 
 
-def compared(reference: Trace, other: Trace, precision: str) -> list[str]:
+def compared(reference: Trace, other: Trace, precision: str, exact: Trace | None = None) -> list[str]:
     """What the comparison of `weft prove` finds beyond its tolerance."""
-    found = compare("", 0, reference, other, precision)
+    found = compare("", 0, reference, other, precision, exact)
     return [f"{what}: {found}" for what in found.differs]
 
 

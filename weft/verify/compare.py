@@ -44,9 +44,16 @@ TOLERANCE: dict[str, Tolerance] = {
 
 TRACE_FILE = "trace.pt"
 
+ROUNDING_FACTOR, MAX_WIDENING = 3.0, 4.0
+"""A tolerance of bf16 or fp16 is widened to this factor times the rounding of one process, its difference from fp32:
+both runs are rounded, and errors vary between steps. It grows at most by the second factor."""
+
 FLOOR = 1e-3
 """A parameter's gradient is compared to its own norm, or to this share of the norm of all if its own is smaller.
 Moments and updates of parameters below it are not compared: a key's bias has no gradient but rounding."""
+FP32_FLOOR = 3e-2
+"""The same share of gradients in fp32, whose tolerance is so small that the rounding of a gradient that should be 0,
+such as that of a bias before a batch norm, would count: it is about 3e-8 of the norm of all."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,9 @@ class Verdict:
     """Of that change, in the worst parameter."""
     differs: tuple[str, ...] = ()
     """What is beyond the tolerance."""
+    rounding_diff: float | None = None
+    """Difference of the worst parameter's gradient between one process in this precision and in fp32; given where the
+    tolerance was widened by it."""
 
 
 def tolerance_name(plan: Plan) -> str:
@@ -117,16 +127,57 @@ def tolerance_name(plan: Plan) -> str:
     return "fp8 activations" if plan.activations == "fp8" and plan.precision != "fp8" else plan.precision
 
 
-def compare(layout: str, world: int, reference: Trace, other: Trace, precision: str) -> Verdict:
-    """Compare a run with the reference, by the tolerances of a precision (a key of TOLERANCE)."""
+def compare(
+    layout: str, world: int, reference: Trace, other: Trace, precision: str, exact: Trace | None = None
+) -> Verdict:
+    """Compare a run with the reference, by the tolerances of a precision (a key of TOLERANCE).
+
+    With the run of one process in fp32 as `exact`, they are widened where rounding alone explains more: one weight that
+    is rounded differently changes gradients of a small CLIP in bf16 by 4 %, and those of the third step by 12 %.
+    """
+    limits, routing = TOLERANCE[precision], other.routing
+    share = FP32_FLOOR if precision == "fp32" else FLOOR
+    gradients, values = _differences(reference, other, share)
+    bounds, allowed = _limits(limits), dict.fromkeys(gradients, limits.gradient)
+    noise: dict[str, float] = {}
+    if exact is not None:
+        noise, rounding = _differences(exact, reference, share)
+        bounds = {what: _widened(limit, rounding[what]) for what, limit in bounds.items()}
+        allowed = {name: _widened(limits.gradient, noise.get(name, 0.0)) for name in gradients}
+    worst = max(gradients, key=lambda n: gradients[n] / allowed[n])
+    bounds["gradient"], values["gradient"] = allowed[worst], gradients[worst]
+    differs = tuple(what for what, limit in bounds.items() if not values[what] <= limit)
+    return Verdict(
+        layout, world, "differs" if differs else "same", values["loss"], values["gradient"], worst,
+        values["gradient norm"], values["parameters"], allowed[worst], other.seconds, None, gradients,
+        routing.apart if routing else None, routing.scores if routing else None, values["gradient size"],
+        values["moments"], values["update size"], values["update"], differs, noise.get(worst),
+    )  # fmt: skip
+
+
+def _limits(limits: Tolerance) -> dict[str, float]:
+    sizes = dict.fromkeys(("loss", "gradient norm", "gradient size", "parameters"), limits.size)
+    gradients = dict.fromkeys(("gradient", "routers"), limits.gradient)
+    return gradients | sizes | {
+        "moments": limits.moment, "update size": limits.update_size, "update": limits.update,
+    }  # fmt: skip
+
+
+def _widened(limit: float, rounding: float) -> float:
+    return min(max(limit, ROUNDING_FACTOR * rounding), MAX_WIDENING * limit)
+
+
+def _differences(reference: Trace, other: Trace, share: float) -> tuple[dict[str, float], dict[str, float]]:
+    """Relative differences of each gradient, and of everything else that is compared, by what it is. A gradient is
+    compared to its own norm, or to a share of the norm of all."""
     gradients: dict[str, float] = {}
     size, above_floor = 0.0, set(reference.gradients[0])
     for ours, theirs in zip(reference.gradients, other.gradients, strict=True):
         norms = {name: float(g.double().norm()) for name, g in ours.items()}
-        floor = FLOOR * float(torch.tensor(list(norms.values())).norm())
-        above_floor &= {name for name, norm in norms.items() if norm >= floor}
+        total = float(torch.tensor(list(norms.values())).norm())
+        above_floor &= {name for name, norm in norms.items() if norm >= FLOOR * total}
         for name, g in ours.items():
-            difference, along = _difference(g, theirs.get(name), floor)
+            difference, along = _difference(g, theirs.get(name), share * total)
             gradients[name], size = max(gradients.get(name, 0.0), difference), max(size, along)
         gradients |= {name: INFINITE for name in theirs.keys() - ours.keys()}
     changes, other_changes = ({n: t.parameters[n].double() - s for n, s in t.start.items()} for t in (reference, other))
@@ -135,27 +186,17 @@ def compare(layout: str, world: int, reference: Trace, other: Trace, precision: 
     lengths = [_relative(float(changes[n].norm()), float(other_changes[n].norm())) for n in moved if n in other_changes]
     moments = [_difference(m, other.moments.get(n)) for n, m in reference.moments.items() if n in above_floor]
     apart = _norm([other.parameters[n].double() - p.double() for n, p in reference.parameters.items()])
-    worst, routing = max(gradients, key=lambda n: gradients[n]), other.routing
-    limits = TOLERANCE[precision]
-    found = {
-        "loss": (max(map(_relative, reference.losses, other.losses)), limits.size),
-        "gradient norm": (max(map(_relative, reference.norms, other.norms)), limits.size),
-        "gradient": (gradients[worst], limits.gradient),
-        "gradient size": (size, limits.size),
-        "parameters": (apart / _norm([p.double() for p in reference.parameters.values()]), limits.size),
-        "routers": (routing.scores if routing else 0.0, limits.gradient),
-        "moments": (max((along for _, along in moments), default=0.0), limits.moment),
-        "update size": (max([*lengths, *(along for _, along in updates)], default=0.0), limits.update_size),
-        "update": (max((difference for difference, _ in updates), default=0.0), limits.update),
+    return gradients, {
+        "loss": max(map(_relative, reference.losses, other.losses)),
+        "gradient norm": max(map(_relative, reference.norms, other.norms)),
+        "gradient": max(gradients.values()),
+        "gradient size": size,
+        "parameters": apart / _norm([p.double() for p in reference.parameters.values()]),
+        "routers": other.routing.scores if other.routing else 0.0,
+        "moments": max((along for _, along in moments), default=0.0),
+        "update size": max([*lengths, *(along for _, along in updates)], default=0.0),
+        "update": max((difference for difference, _ in updates), default=0.0),
     }
-    differs = tuple(what for what, (difference, limit) in found.items() if not difference <= limit)
-    values = {what: difference for what, (difference, _) in found.items()}
-    return Verdict(
-        layout, world, "differs" if differs else "same", values["loss"], values["gradient"], worst,
-        values["gradient norm"], values["parameters"], limits.gradient, other.seconds, None, gradients,
-        routing.apart if routing else None, routing.scores if routing else None, size, values["moments"],
-        values["update size"], values["update"], differs,
-    )  # fmt: skip
 
 
 INFINITE, TINY = float("inf"), 1e-300

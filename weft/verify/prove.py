@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from math import gcd, prod
 from pathlib import Path
 from typing import Any
@@ -226,9 +227,9 @@ def prove(
         open_pool(job, max(ranks(section) for _, section in named)) if pool is None else nullcontext(pool) as pool,
         tempfile.TemporaryDirectory(prefix="weft-prove-") as folder,
     ):
-        reference = _run(pool, reference_job, 1, steps, folder)
+        judge = Judge(pool, job, plan, steps, folder, _run(pool, reference_job, 1, steps, folder))
         for name, section in named:
-            verdict = _judge(pool, job, name, section, reference, steps, tolerance_name(plan), folder)
+            verdict = judge.verdict(name, section)
             if verdict.verdict == "refused" and not layouts:
                 continue
             verdicts.append(verdict)
@@ -272,21 +273,43 @@ def describe_ranks(job: Job, world: int) -> str:
     return f"up to {world} NCCL ranks that share {gpus} GPU{'s' if gpus > 1 else ''}"
 
 
-def _judge(
-    pool: RankPool, job: Job, name: str, section: dict[str, Any], reference: Trace, steps: int, precision: str,
-    reference_folder: str,
-) -> Verdict:  # fmt: skip
-    world = ranks(section)
-    try:
-        spread, plan = make_plan(with_layout(job, section))
-        check(spread, plan, RUNNABLE)
-        name = plan.layout() + (f" split {section['split']}" if "split" in section else "")
+@dataclass
+class Judge:
+    """Runs layouts and compares them with one process. In bf16 and fp16, after the first that differs, one process is
+    also run in fp32, which shows how much rounding explains."""
+
+    pool: RankPool
+    job: Job
+    plan: Plan
+    """Of one process."""
+    steps: int
+    folder: str
+    """Of the reference run."""
+    reference: Trace
+    exact: Trace | None = None
+
+    def verdict(self, name: str, section: dict[str, Any]) -> Verdict:
+        world = ranks(section)
+        try:
+            spread, plan = make_plan(with_layout(self.job, section))
+            check(spread, plan, RUNNABLE)
+            name = plan.layout() + (f" split {section['split']}" if "split" in section else "")
+            other = self._trace(spread, world)
+            found = self._compare(name, world, other)
+            if found.verdict == "differs" and self.exact is None and tolerance_name(self.plan) in ("bf16", "fp16"):
+                exact = self.job.model_copy(update={"precision": "fp32"})
+                self.exact = self._trace(with_layout(exact, {"dp_replicate": 1, "dp_shard": 1}), 1)
+                found = self._compare(name, world, other)
+            return found
+        except WeftError as error:
+            return Verdict(name, world, "refused", why=str(error))
+
+    def _trace(self, job: Job, world: int) -> Trace:
         with tempfile.TemporaryDirectory(prefix="weft-prove-") as folder:
-            return compare(
-                name, world, reference, _run(pool, spread, world, steps, folder, reference_folder), precision
-            )
-    except WeftError as error:
-        return Verdict(name, world, "refused", why=str(error))
+            return _run(self.pool, job, world, self.steps, folder, self.folder)
+
+    def _compare(self, name: str, world: int, other: Trace) -> Verdict:
+        return compare(name, world, self.reference, other, tolerance_name(self.plan), self.exact)
 
 
 def _run(pool: RankPool, job: Job, world: int, steps: int, folder: str, reference: str | None = None) -> Trace:
