@@ -45,7 +45,7 @@ class ImageData(Section):
     size: int | None = Field(None, ge=1, le=65_536)
     """Side of the images in pixels: they are scaled and cropped to it. Default: as in the files."""
     channels: Literal[1, 3] | None = None
-    """Colours: 1 is grey. Default: as in the files."""
+    """Colours: 1 is grey. Default: those of the model, or of a module of your own, 3 unless the files are grey."""
     mean: tuple[float, ...] = (0.5,)
     """Subtracted from the values of a colour, which are between 0 and 1; one for all colours, or one for each."""
     std: tuple[float, ...] = (0.5,)

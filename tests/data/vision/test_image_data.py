@@ -62,6 +62,20 @@ def test_idx(tmp_path: Path, inner: str, end: str) -> None:
     assert (int(sample["targets"]), sample["valid"].shape) == (1, ())
 
 
+def test_grey_and_coloured_files_have_the_same_colours(tmp_path: Path) -> None:
+    """As in ImageNet, a folder has grey, coloured and other images; 16 bits become 8."""
+    (tmp_path / "a").mkdir()
+    deep = np.arange(144, dtype=np.uint16).reshape(12, 12) * 400
+    for number, image in enumerate((Image.fromarray(deep), *(Image.new(m, (7, 5)) for m in ("L", "CMYK", "1", "LA")))):
+        image.save(tmp_path / "a" / f"{number}.{'jpg' if image.mode == 'CMYK' else 'png'}")
+    whole = {"size": 12, "channels": None}
+    for model, colours in ((None, 3), ({"family": "resnet", "layers": 18}, 3), ({"module": "m:M", "channels": 1}, 1)):
+        data = open_images(tmp_path, model, **whole)
+        found = [data.train(i)["inputs"] for i in range(data.train_len)]
+        assert {x.shape for x in found} == {(colours, 12, 12)}
+        assert any(np.allclose(x[0] * 0.5 + 0.5, (deep >> 8) / 255) for x in found)
+
+
 def test_folder_tar_and_parquet_give_the_same_images(tmp_path: Path) -> None:
     folder, shards = tmp_path / "folder", tmp_path / "shards"
     shards.mkdir()

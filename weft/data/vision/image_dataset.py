@@ -54,6 +54,20 @@ def open_images(job: Job) -> ImageDataset:
     return ImageDataset(job, options, files, held_out)
 
 
+SAMPLED_IMAGES = 16
+"""Of a module of your own, the images that decide whether all are grey."""
+
+
+def _channels(job: Job, images: ImageFiles) -> int | None:
+    """Colours of the images: those of the model, or else three unless the first ones are all grey. Files of both kinds
+    are common, as in ImageNet."""
+    model = job.model
+    found = model.channels or model.args.get("channels") or (3 if model.is_classifier else None)
+    if found is None:
+        found = max(images.read(i)[0].shape[-1] for i in range(min(SAMPLED_IMAGES, images.count)))
+    return found if found in (1, 3) else None
+
+
 class ImageDataset:
     """Samples of images: inputs [colours, height, width], or patches for a ViT, and a class. A mixed image has the
     probabilities of all classes as its target."""
@@ -62,6 +76,7 @@ class ImageDataset:
     decodes = True
 
     def __init__(self, job: Job, options: ImageData, train: ImageFiles, val: ImageFiles | None) -> None:
+        options = options.model_copy(update={"channels": options.channels or _channels(job, train)})
         self._options, self._seed = options, job.train.seed
         self._train, self._val = train, val or train
         self._order = np.arange(train.count)

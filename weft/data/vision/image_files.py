@@ -43,8 +43,11 @@ def decode(content: bytes, where: str) -> Image:
         raise MachineError("images are decoded by Pillow, which is not installed; pip install 'weft[vision]'") from None
     try:
         with Pillow.open(io.BytesIO(content)) as image:
-            grey = image.mode in ("1", "L", "I;16")
-            pixels = np.asarray(image.convert("L" if grey else "RGB"), dtype=np.uint8)
+            if image.mode.startswith("I"):  # 16 bits, which Pillow would clip to 255
+                pixels = np.clip(np.asarray(image).astype(np.int64) >> 8, 0, 255).astype(np.uint8)
+            else:
+                grey = image.mode in ("1", "L", "LA")
+                pixels = np.asarray(image.convert("L" if grey else "RGB"), dtype=np.uint8)
     except (UnidentifiedImageError, OSError, Pillow.DecompressionBombError) as error:
         raise JobError(f"{where} is not an image that Pillow can read: {error}") from None
     return pixels[..., None] if pixels.ndim == 2 else pixels
