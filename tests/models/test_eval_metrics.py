@@ -62,6 +62,21 @@ def test_bleu_of_a_known_pair() -> None:
     assert evaluate("bleu", logits, reference, valid, 1) == pytest.approx(100)
 
 
+def test_several_losses_have_the_metrics_that_fit() -> None:
+    losses = {"kind": {"function": "cross_entropy"}, "seen": {"function": "bce"}, "box": {"function": "l1"}}
+    metrics = EvalMetrics(Model.model_validate({"module": "m:M", "loss": losses}), ["accuracy", "top5", "auc"])
+    outputs = {"kind": torch.eye(7)[:4], "seen": torch.tensor([[1.0], [-1.0], [2.0], [-2.0]]), "box": torch.zeros(4, 3)}
+    batch = {
+        "targets/kind": torch.arange(4), "targets/seen": (outputs["seen"] > 0).float(), "targets/box": outputs["box"],
+        "valid": torch.ones(4, dtype=torch.bool), "ids": torch.arange(4),
+    }  # fmt: skip
+    sums = metrics.sums({name: torch.tensor(0.0) for name in ("loss", *losses)}, outputs, batch)
+    assert len(sums) == metrics.size
+    found = metrics.figures(sums.tolist(), 4.0, metrics.all_rows(torch.device("cpu")))
+    fitting = {"val_accuracy_kind", "val_accuracy_seen", "val_top5_kind", "val_auc_seen"}
+    assert {name: value for name, value in found.items() if "loss" not in name} == dict.fromkeys(fitting, 1.0)
+
+
 def test_a_metric_that_does_not_fit_is_refused() -> None:
     with pytest.raises(JobError, match=r"train.metrics=top5 compares outputs \[..., classes\] with integer targets"):
         evaluate("top5", torch.zeros(4, 2), torch.zeros(4, 3), torch.ones(4, dtype=torch.bool), 1)

@@ -101,6 +101,8 @@ your own function from its values."""
 
 DISTANCES = ("mse", "l1", "smooth_l1")
 """Losses of numbers, which have no metrics of classes."""
+OF_CLASSES = ("top5", "bleu")
+"""Metrics of outputs with several classes."""
 VECTORS = "vectors of both towers"
 """Key of the rows of vectors, which is no name of a loss."""
 
@@ -136,8 +138,15 @@ class EvalMetrics:
     def size(self) -> int:
         """Number of sums."""
         own = sum(2 for name in self.names if ":" in name)
-        known = sum(METRICS[name].size * len(self.parts) for name in self.names if name in METRICS)
+        known = sum(METRICS[name].size * len(self._parts(name)) for name in self.names if name in METRICS)
         return 1 + 2 * len(self.losses) + own + known
+
+    def _parts(self, metric: str) -> list[str]:
+        """The parts that have a metric: those of classes, of several losses, only where there is a score for each."""
+        if metric in ("perplexity", *RETRIEVAL_METRICS):
+            return []
+        several = self.model.loss if isinstance(self.model.loss, dict) else {}
+        return [p for p in self.parts if metric not in OF_CLASSES or not several or several[p].function != "bce"]
 
     def all_rows(self, device: torch.device) -> dict[str, Tensor]:
         """The rows of each part's scores and of the samples' vectors; empty on ranks without a pipeline's last
@@ -156,8 +165,10 @@ class EvalMetrics:
             if ":" in name:
                 found.append(self._own(name, outputs, batch))
                 continue
-            for part in self.parts if name not in ("perplexity", *RETRIEVAL_METRICS) else ():
+            for part in self._parts(name):
                 output, target, mask = self._part(part, outputs, batch, name)
+                if name == "auc" and part and output.dim() == target.dim() + 1 and output.shape[-1] > 2:
+                    continue  # of several losses, one of more than two classes
                 if name == "auc":
                     self.rows.setdefault(part, []).append(_scores(output, target, mask, batch["ids"], self._label()))
                 else:
@@ -180,10 +191,10 @@ class EvalMetrics:
                 out[f"val_{name.partition(':')[2]}"] = _ratio(sums[at : at + 2])
                 at += 2
                 continue
-            for part in self.parts if name not in RETRIEVAL_METRICS else ():
+            for part in self._parts(name):
                 key = f"val_{name}_{part}" if part else f"val_{name}"
                 if name == "auc":
-                    out[key] = area_under_curve(rows[part])
+                    out |= {key: area_under_curve(rows[part])} if len(rows[part]) or not part else {}
                 else:
                     out[key] = METRICS[name].figure(sums[at : at + METRICS[name].size])
                     at += METRICS[name].size
