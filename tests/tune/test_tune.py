@@ -78,6 +78,8 @@ def test_the_even_sampler_is_the_same_for_a_seed() -> None:
     space = (Dimension("a", (), 0.0, 1.0), Dimension("b", (1, 2, 3)))
     first, second = (SAMPLERS["even"](space, 5) for _ in range(2))
     assert [first.ask() for _ in range(6)] == [second.ask() for _ in range(6)]
+    every = SAMPLERS["even"]((Dimension("a", tuple(range(9))),), 0)
+    assert sorted(every.ask()["a"] for _ in range(9)) == list(range(9))
 
 
 def test_a_job_is_tuned(tmp_path: Path) -> None:

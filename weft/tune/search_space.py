@@ -13,6 +13,7 @@ from weft.job.errors import JobError
 
 LOG_RATIO = 8.0
 """A range whose ends differ by at least this factor is sampled on a logarithmic scale."""
+MAX_REPEATS = 100
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
 
 
@@ -94,14 +95,25 @@ def _halton(index: int, base: int) -> float:
 
 
 class EvenSampler:
-    """Points that fill the space evenly (Halton sequence), the same ones for a seed."""
+    """Points that fill the space evenly (Halton sequence), the same ones for a seed. A point is not repeated while
+    MAX_REPEATS draws find another, so that trials of a list try all of its values."""
 
     learns = False
 
     def __init__(self, space: Sequence[Dimension], seed: int):
         self.space, self.index = space, seed + 1
+        self.asked: list[dict[str, Any]] = []
 
     def ask(self) -> dict[str, Any]:
+        found = self._draw()
+        for _ in range(MAX_REPEATS):
+            if found not in self.asked:
+                break
+            found = self._draw()
+        self.asked.append(found)
+        return found
+
+    def _draw(self) -> dict[str, Any]:
         shares = [_halton(self.index, PRIMES[i % len(PRIMES)]) for i in range(len(self.space))]
         self.index += 1
         return {dimension.key: dimension.at(share) for dimension, share in zip(self.space, shares, strict=True)}
