@@ -197,7 +197,9 @@ class Stepper:
             return rows.cpu()
         shapes = axis.all_gather(torch.tensor([[len(rows), rows.shape[1]]], device=rows.device), 0).tolist()
         sizes = [size for size, _ in shapes]
-        padded = rows.new_zeros(max(sizes), max(width for size, width in shapes if size) if any(sizes) else 0)
+        if not any(sizes):
+            return rows.cpu()
+        padded = rows.new_zeros(max(sizes), max(width for size, width in shapes if size))
         if len(rows):
             padded[: len(rows)] = rows
         gathered = axis.all_gather(padded, 0).cpu().split(max(sizes))
