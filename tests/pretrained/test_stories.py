@@ -6,6 +6,7 @@ Its weights are MIT-licensed (Andrej Karpathy's tinyllamas, the llama2.c project
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,26 @@ def command(tmp_path: Path, in_process: Callable[..., Output]) -> Weft:
     return run
 
 
+def as_llama2c(path: Path) -> None:
+    """Replace a tokenizer.json by a tok512.bin, as llama2.c has it."""
+    vocab = json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
+    tokens = [token.replace("▁", " ").encode() for token in sorted(vocab, key=vocab.__getitem__)]
+    tokens[1:3] = [b"\n<s>\n", b"\n</s>\n"]
+    content = b"".join(struct.pack("<fi", -n, len(token)) + token for n, token in enumerate(tokens))
+    path.with_name("tok512.bin").write_bytes(struct.pack("<i", 7) + content)
+    path.unlink()
+
+
 def test_known_text_after_import_and_round_trip(command: Weft, tmp_path: Path) -> None:
     command("import", str(STORIES), "--name", "stories")
     assert command("generate", "stories", *GREEDY).startswith(KNOWN)
     command("export", "stories", "--to", "hf", "--out", "again", "--shard-size", "300KB")
     assert len(list((tmp_path / "again").glob("*.safetensors"))) == 4
     assert "| parameters | 260,032 |" in (tmp_path / "again" / "README.md").read_text()
+    as_llama2c(tmp_path / "again" / "tokenizer.json")
     command("import", "again")
     assert command("generate", "again", *GREEDY).startswith(KNOWN)
+    assert (tmp_path / "runs/again/pretrained/tokenizer.json").is_file()
     command("export", "again", "--to", "torch")
     assert set(torch.load("runs/again/model.pt", weights_only=True)) == set(
         dict(weft.from_hf(str(STORIES)).named_parameters())  # type: ignore[attr-defined]

@@ -24,7 +24,8 @@ from weft.job.shapes import resolve
 from weft.launch.run_files import write_job_and_plan
 from weft.planner import Plan, make_plan
 from weft.precision import LossScale
-from weft.pretrained.folder import CONFIG, MAX_JSON_BYTES, SIDE_FILES, SIDE_FOLDER, find_folder
+from weft.pretrained.folder import CONFIG, MAX_JSON_BYTES, SIDE_FILES, SIDE_FOLDER, TOKENIZER, find_folder
+from weft.pretrained.llama2c_tokenizer import converted_tokenizer
 from weft.pretrained.reader import PretrainedWeights
 from weft.training.interchange.foreign_weights import ForeignWeights, described_model
 from weft.training.interchange.tensor_files import TensorFiles, open_tensor_files
@@ -101,10 +102,12 @@ def import_run(
         raise JobError(f"{run.path} exists; give the imported run another --name") from None
     try:
         _copy_side_files(folder, side)
+        if not (side / TOKENIZER).is_file() and (made := converted_tokenizer(folder)) is not None:
+            shutil.copyfile(made, side / TOKENIZER)
         if (side / CONFIG).is_file():
             fields["model"]["pretrained"] = str(side)
-        if (side / "tokenizer.json").is_file():
-            fields["data"]["tokenizer"] = str(side / "tokenizer.json")
+        if (side / TOKENIZER).is_file():
+            fields["data"]["tokenizer"] = str(side / TOKENIZER)
         job, plan = make_plan(parse_job(fields), 1)
         manifest = Manifest(0, _meta(job, plan), {})
         saved = write_checkpoint(_ImportedContents(weights), run.checkpoints, manifest, Agreement(None))

@@ -12,6 +12,7 @@ from weft.job.schema import Model
 from weft.pretrained.config_fields import Config, Fields
 from weft.pretrained.folder import CONFIG, TOKENIZER, find_folder, read_json, tensor_names
 from weft.pretrained.image_families import image_size
+from weft.pretrained.llama2c_tokenizer import converted_tokenizer
 from weft.pretrained.registry import PRETRAINED, PretrainedFamily, families_of
 
 
@@ -25,9 +26,11 @@ def model_fields(name: str) -> Fields:
 
 
 def tokenizer_path(name: str) -> str | None:
-    """The tokenizer.json of a checkpoint, if it has one."""
-    path = find_folder(name) / TOKENIZER
-    return str(path) if path.is_file() else None
+    """The tokenizer.json of a checkpoint, or one made from its tokenizer of llama2.c; None if it has neither."""
+    folder = find_folder(name)
+    path = folder / TOKENIZER
+    found = path if path.is_file() else converted_tokenizer(folder)
+    return None if found is None else str(found)
 
 
 def read_fields(raw: Mapping[str, Any], where: str) -> tuple[PretrainedFamily, Fields]:
