@@ -38,7 +38,7 @@ def converted_tokenizer(folder: Path) -> Path | None:
 
 
 def _tokens(content: bytes, source: Path) -> list[tuple[str, float]]:
-    """Tokens and scores: after the largest length (int32), each has a score (float32), a length (int32) and its bytes."""
+    """Tokens and scores: after the largest length (int32) follow score (float32), length (int32) and bytes of each."""
     found, at = [], 4
     try:
         while at < len(content):
