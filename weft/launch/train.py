@@ -27,6 +27,7 @@ from weft.planner.memory.disk_space import check_checkpoint_space
 from weft.planner.ranks import shares_devices
 from weft.server.launcher import launch_server_run
 from weft.server.rendezvous import prepare_rendezvous
+from weft.supervisor.failure_report import keep_lines, record_failure
 from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER, launch
 from weft.supervisor.process_manager import run_supervised
 from weft.supervisor.run_lock import RunLock, run_lock
@@ -75,11 +76,13 @@ def start(
             keep_earlier_run(run, log)
         files = RunFiles(run, lock.created)
         files.write(job, plan)
+        lines: list[str] = []
         with following(run, job, log):
             try:
-                code = start_processes(run, job, plan, lock, resilient, log)
+                code = start_processes(run, job, plan, lock, resilient, keep_lines(log, lines))
             finally:
                 restore_limits(run)
+            record_failure(run, code, lines)
             if code in CLEAN_EXITS:
                 finish(run, log)
         if code == Exit.JOB:  # only the ranks could find the mistake
