@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -30,7 +29,6 @@ def trace_job(
     file = (out or Path(job.runs_dir) / (job.name + SUFFIX) / "trace.json").absolute()
     for path in (file, summary_path(file)):
         check_output_file(path, "--out", "trace.json")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints lines of its own
     worker = ("weft.measure.trace_steps", str(steps), str(file))
     code, run, _ = short_run(job, nproc, SUFFIX, WARMUP_STEPS + steps, report, worker)
     if code:
