@@ -171,4 +171,5 @@ def main(folder: Path, nodes: int, ranks: int, gpus: int, *command: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), *sys.argv[5:]))
+    node_count, rank_count, gpu_count = map(int, sys.argv[2:5])
+    sys.exit(main(Path(sys.argv[1]), node_count, rank_count, gpu_count, *sys.argv[5:]))
