@@ -209,6 +209,10 @@ def test_the_command(tmp_path: Path, in_process: Callable[..., Output]) -> None:
     assert set(answer) == {"findings"} and [set(f) for f in answer["findings"]] == [KEYS]
     result = in_process(tmp_path, "diagnose", "smple")
     assert result.code == 2 and "did you mean sample?" in result.err
+    (tmp_path / "runs/refused").mkdir()  # by its ranks, after weft launch
+    (tmp_path / "runs/refused/events.jsonl").write_text('{"event": "failed", "code": 2, "why": "no such sample"}\n')
+    result = in_process(tmp_path, "diagnose", "refused")
+    assert result.code == 0 and "job: no such sample." in result.out
 
 
 GARBAGE = (
