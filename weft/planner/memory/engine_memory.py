@@ -66,9 +66,7 @@ class EngineMemory:
 
     def peak(self, layouts: Layouts) -> Size:
         """Bytes of the fullest rank. Layouts that were asked for before are looked up."""
-        columns = _memory_columns(layouts)
-        first, position = distinct(*columns)
-        key = hashed(*(column[first] for column in columns))
+        key, first, position = np.unique(hashed(*_memory_columns(layouts)), return_index=True, return_inverse=True)
         keys, peaks = self._known_peaks
         known = np.isin(key, keys)
         if not known.all():
@@ -219,7 +217,8 @@ class EngineMemory:
             key = key * 4 + column
         # in large groups, layouts of as many units and passes are traced together
         alike = layouts.recompute * 4 + ranks.steady * 2 + (layouts.recompute_blocks >= 0)
-        order = np.lexsort((layouts.pp, alike, key))
+        _, rank = distinct(key, alike, layouts.pp)  # numbered in ascending order
+        order = np.argsort(rank.astype(np.uint16) if rank.max(initial=0) < 1 << 16 else rank, kind="stable")
         groups = []
         for start, stop in pairwise(_edges(key[order])):
             flags = {name: column[order[start]].item() for name, column in columns.items()}

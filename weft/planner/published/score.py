@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ MIN_ROWS_TO_FIT = 8
 FITTED_VALUES = ("matmul", "attention", "traffic", "host_us", "link", "network", "overlap_dp")
 """The calibration values that are fitted, each near the framework's own."""
 FOLDS = 5
+CERTAIN_EXCESS = 3.0
+"""Predicted peak over the device's memory from which a layout certainly does not fit, whatever the model's error."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,21 @@ def predict(
     vague = [RECOMPUTES[row.layout["recompute"]] == "selective" and choose(row).fused > 0 for row in rows]
     silent = [i for i, row in enumerate(rows) if not fits[i] and (vague[i] or not row.text.get("recompute"))]
     for i in silent:
-        row = rows[i]
-        saving = PublishedRun(**{**row.__dict__, "layout": {**row.layout, "recompute": RECOMPUTES.index("full")}})
-        fits[i] = estimate_rows([saving], choose(row)).fits[0]
+        saving = estimate_rows([with_full_recompute(rows[i])], choose(rows[i]))
+        fits[i] = saving.fits[0]
+        if fits[i] and must_recompute(rows[i], peak[i]):
+            seconds[i] = saving.step_time_s[0]
     factor = _refit(rows, seconds, choose) if scale else np.ones(len(rows))
     return Predictions(list(rows), seconds * factor, peak, fits, factor)
+
+
+def with_full_recompute(row: PublishedRun) -> PublishedRun:
+    return replace(row, layout={**row.layout, "recompute": RECOMPUTES.index("full")})
+
+
+def must_recompute(row: PublishedRun, peak_gib: float) -> bool:
+    """Whether a run that does not give its recompute cannot have worked without, by a wide margin."""
+    return bool(row.fitted) and not row.text.get("recompute") and peak_gib > CERTAIN_EXCESS * row.cluster.memory_gib
 
 
 def _refit(rows: Sequence[PublishedRun], seconds: Floats, choose: Callable[[PublishedRun], Calibration]) -> Floats:
@@ -97,9 +109,41 @@ def _by_others(
     others: list[int],
     choose: Callable[[PublishedRun], Calibration],
 ) -> Floats:
-    """Fit several values on enough other rows of the same framework, or one factor on fewer."""
+    """Factors of rows from other rows: by the method that predicts one half of these best from the other half."""
+    names = _groups([rows[i] for i in others])
+    first = set(sorted(set(names))[::2])
+    halves = [[i for i, name in zip(others, names, strict=True) if (name in first) == half] for half in (True, False)]
+
+    def error(method: Callable[..., Floats]) -> float:
+        off = [
+            np.log(method(rows, seconds, there, here, choose) * seconds[there] / [rows[i].seconds for i in there])
+            for here, there in (halves, halves[::-1])
+        ]
+        return float(np.mean(np.abs(np.concatenate(off))))
+
+    methods = (_by_factor, _by_fit, _unchanged)
+    best = min(methods, key=error) if all(halves) else _by_factor
+    return best(rows, seconds, inside, others, choose)
+
+
+def _unchanged(rows: Any, seconds: Any, inside: list[int], others: Any, choose: Any) -> Floats:
+    return np.ones(len(inside))
+
+
+def _by_factor(
+    rows: Sequence[PublishedRun], seconds: Floats, inside: list[int], others: list[int], choose: Any
+) -> Floats:
+    """One factor for all, closer to 1 where it is from few rows."""
     off = [np.log(rows[i].seconds or 1.0) - np.log(seconds[i]) for i in others]
-    out = np.full(len(inside), np.exp(len(others) / (len(others) + HALF_WEIGHT_ROWS) * np.median(off)))
+    return np.full(len(inside), np.exp(len(others) / (len(others) + HALF_WEIGHT_ROWS) * np.median(off)))
+
+
+def _by_fit(
+    rows: Sequence[PublishedRun], seconds: Floats, inside: list[int], others: list[int],
+    choose: Callable[[PublishedRun], Calibration],
+) -> Floats:  # fmt: skip
+    """Several values fitted where enough other rows have the same calibration, else one factor."""
+    out = _by_factor(rows, seconds, inside, others, choose)
     by: dict[Calibration, list[int]] = {}
     for place, i in enumerate(inside):
         by.setdefault(choose(rows[i]), []).append(place)
