@@ -162,7 +162,7 @@ def _memory_basis(line: Mapping[str, str]) -> str:
 def row_model(line: Mapping[str, str]) -> ModelFacts:
     """The model of a row; facts without a column follow from the model's name."""
     dim = _need(line, "hidden")
-    heads = round(_number(line.get("heads", "")) or max(1, dim / USUAL_HEAD_DIM))
+    heads = _need(line, "heads") if line.get("heads") else max(1, dim // USUAL_HEAD_DIM)
     experts = int(_number(line.get("moe_experts", "")) or 0)
     ffn = int(_number(line.get("ffn", "")) or (0 if experts else 4 * dim))
     known = known_model(line.get("model", ""), dim, heads, ffn, experts, _need(line, "layers"))
