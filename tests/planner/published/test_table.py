@@ -371,7 +371,7 @@ def test_what_a_row_says_of_its_device_and_settings(tmp_path: Path) -> None:
 
 
 def test_a_run_that_cannot_have_kept_its_activations_is_timed_with_recompute(tmp_path: Path) -> None:
-    large = {"layers": 96, "hidden": 12288, "ffn": 49152, "heads": 96, "kv_heads": 96, "micro_batch": 6,
-             "gpus": 256, "dp": 256, "global_batch_seqs": 1536, "model": "GPT3-175B", "seq_len": 2048, "vocab": 51200}  # fmt: skip
+    large = {"layers": 96, "hidden": 12288, "ffn": 49152, "heads": 96, "kv_heads": 96, "micro_batch": 6, "gpus": 256,
+             "dp": 256, "global_batch_seqs": 1536, "model": "GPT3-175B", "seq_len": 2048, "vocab": 51200}  # fmt: skip
     rows, _ = read_table(table(tmp_path / "s.csv", {**large, "recompute": ""}, {**large, "recompute": "full"}))
     assert len(set(predict(rows, scale=False).seconds)) == 1
