@@ -182,10 +182,11 @@ class EngineMemory:
 
         for group, flags, chunks in groups:
             inner = least and flags["piped"]
-            shared = LayoutGroup(self.tables, ranks.take(group), flags, units, inner).shared()
+            own = LayoutGroup(self.tables, ranks.take(group), flags, units, inner)
+            shared = own.shared()
             for chunk in chunks:
-                own = slice(chunk.start - group.start, chunk.stop - group.start)
-                walk = LayoutGroup(self.tables, ranks.take(chunk), flags, units, inner).trace(detail, shared, own)
+                part = slice(chunk.start - group.start, chunk.stop - group.start)
+                walk = (own.take(part) if len(chunks) > 1 else own).trace(detail, shared, part)
                 out["total"][order[chunk]] = walk.peak
                 for part, held in walk.at_peak.items():
                     out[part][order[chunk]] = held
