@@ -211,13 +211,13 @@ class EngineMemory:
             "fp32": fp32, "tp": layouts.tp > 1, "sequence": layouts.sequence, "zero": layouts.zero * sharded,
             "piped": piped, "splits": splits, "split_passes": splits & ~_recomputes_all(layouts), "ep": layouts.ep > 1,
             "alone": alone, "buckets": ~sharded & (replicas | ~fp32) & ~alone, "retain": retain,
-            "compiled": self.compiled(layouts), "long": self.is_long(layouts),
+            "compiled": self.compiled(layouts), "long": self.is_long(layouts), "steady": ranks.steady & several,
         }  # fmt: skip
         key = np.zeros(len(layouts), np.int64)
         for column in columns.values():
             key = key * 4 + column
         # in large groups, layouts of as many units and passes are traced together
-        alike = layouts.recompute * 4 + ranks.steady * 2 + (layouts.recompute_blocks >= 0)
+        alike = layouts.recompute * 2 + (layouts.recompute_blocks >= 0)
         _, rank = distinct(key, alike, layouts.pp)  # numbered in ascending order
         order = np.argsort(rank.astype(np.uint16) if rank.max(initial=0) < 1 << 16 else rank, kind="stable")
         groups = []

@@ -83,11 +83,11 @@ class LayoutGroup:
     def trace(self, detail: bool, shared: SharedTables, chosen: slice) -> Walk:
         """The walk through a step; the layouts are the `chosen` ones of a group that has the tables."""
         layouts, flags, rank = self.layouts, self.flags, self.rank
-        steady, states = rank.steady, shared.states_of(chosen)
+        states = shared.states_of(chosen)
         regime = Regime(
             sharded=flags["zero"] > 0, zero=flags["zero"], splits=flags["splits"], split_passes=flags["split_passes"],
             gathers_again=flags["zero"] == 3 and not flags["splits"], buckets=flags["buckets"],
-            steady=flags["piped"] and bool(np.all(steady)),
+            steady=flags["steady"],
             compute_bytes=self.compute_bytes, copies_reduced=self.plan.backend == "gloo",
             gradients_leave=self.plan.gradient_home != "device",
             updates=states["block update"] if self.plan.gradient_home == "released" else None,
@@ -112,7 +112,7 @@ class LayoutGroup:
             sent = stage.hidden * (2 * layouts.virtual_stages - self.begins - self.ends - local)
         StepTrace(stage, regime, walk).run(
             rank.in_flight, rank.pending, layouts.accumulation, flags["piped"], layouts.virtual_stages,
-            steady, sent, ALL_FORWARD_FIRST[layouts.schedule],
+            sent, ALL_FORWARD_FIRST[layouts.schedule],
             rank.losses_wait, rank.alone,
         )  # fmt: skip
         walk.restart({**between, "gradients": states["gradients"]})

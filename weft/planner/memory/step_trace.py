@@ -138,8 +138,8 @@ class StepTrace:
         self.loss_waits: Size = 0.0
 
     def run(
-        self, in_flight: Size, pending: Size, accumulation: Size, pipelined: bool, stages: Size, steady: Size,
-        sent: Size, loss_held: Size, losses_wait: Size, alone: Size,
+        self, in_flight: Size, pending: Size, accumulation: Size, pipelined: bool, stages: Size, sent: Size,
+        loss_held: Size, losses_wait: Size, alone: Size,
     ) -> None:  # fmt: skip
         """Trace the passes that may hold the peak: the first microbatch, one with all gradients in place, the last.
 
@@ -171,7 +171,7 @@ class StepTrace:
         w.on = None if np.all(several) else several * 1.0
         self.loss_waits = losses_wait > 1
         if pipelined:
-            fewer = ~(steady | alone) * np.minimum(waiting, 1.0 / stages)
+            fewer = 0.0 * waiting if self.r.steady else ~alone * np.minimum(waiting, 1.0 / stages)
             w.free(fewer * kept, "activations")
             if self.r.split_passes:
                 w.add(alone * self.s.all_later, "activations")
