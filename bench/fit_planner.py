@@ -78,7 +78,12 @@ def _pooled() -> dict[str, float]:
 
 
 RECIPES: dict[str, Recipe] = {
-    "default": Recipe(Calibration(host_us=200), POOLED, group=lambda row: row.source),
+    "default": Recipe(
+        Calibration(host_us=200),
+        POOLED,
+        {f"gpu:{letter}": ({name: getattr(Calibration(), name) for name in POOLED}, ()) for letter in "hgb"},
+        group=lambda row: row.source,
+    ),
     "megatron-deepspeed": Recipe(
         _old.with_(head_whole=0.5),
         (
