@@ -20,8 +20,8 @@ from weft.planner.search.candidates import RECOMPUTES
 Floats = NDArray[np.float64]
 HALF_WEIGHT_ROWS = 2.0
 """Number of other rows of a source at which their common factor is applied by half."""
-MIN_ROWS_TO_FIT = 8
-"""Number of rows from which several values are fitted instead of one factor."""
+MIN_ROWS_TO_FIT, MIN_MODELS_TO_FIT = 8, 3
+"""Number of rows, and of models among them, from which several values are fitted instead of one factor."""
 FITTED_VALUES = ("matmul", "attention", "traffic", "host_us", "link", "network", "overlap_dp")
 """The calibration values that are fitted, each near the framework's own."""
 FOLDS = 5
@@ -109,47 +109,15 @@ def _by_others(
     others: list[int],
     choose: Callable[[PublishedRun], Calibration],
 ) -> Floats:
-    """Factors of rows from other rows: by the method that predicts one half of these best from the other half."""
-    names = _groups([rows[i] for i in others])
-    first = set(sorted(set(names))[::2])
-    halves = [[i for i, name in zip(others, names, strict=True) if (name in first) == half] for half in (True, False)]
-
-    def error(method: Callable[..., Floats]) -> float:
-        off = [
-            np.log(method(rows, seconds, there, here, choose) * seconds[there] / [rows[i].seconds for i in there])
-            for here, there in (halves, halves[::-1])
-        ]
-        return float(np.mean(np.abs(np.concatenate(off))))
-
-    methods = (_by_factor, _by_fit, _unchanged)
-    best = min(methods, key=error) if all(halves) else _by_factor
-    return best(rows, seconds, inside, others, choose)
-
-
-def _unchanged(rows: Any, seconds: Any, inside: list[int], others: Any, choose: Any) -> Floats:
-    return np.ones(len(inside))
-
-
-def _by_factor(
-    rows: Sequence[PublishedRun], seconds: Floats, inside: list[int], others: list[int], choose: Any
-) -> Floats:
-    """One factor for all, closer to 1 where it is from few rows."""
+    """Fit several values on enough other rows of the same framework and of several models, or one factor on fewer."""
     off = [np.log(rows[i].seconds or 1.0) - np.log(seconds[i]) for i in others]
-    return np.full(len(inside), np.exp(len(others) / (len(others) + HALF_WEIGHT_ROWS) * np.median(off)))
-
-
-def _by_fit(
-    rows: Sequence[PublishedRun], seconds: Floats, inside: list[int], others: list[int],
-    choose: Callable[[PublishedRun], Calibration],
-) -> Floats:  # fmt: skip
-    """Several values fitted where enough other rows have the same calibration, else one factor."""
-    out = _by_factor(rows, seconds, inside, others, choose)
+    out = np.full(len(inside), np.exp(len(others) / (len(others) + HALF_WEIGHT_ROWS) * np.median(off)))
     by: dict[Calibration, list[int]] = {}
     for place, i in enumerate(inside):
         by.setdefault(choose(rows[i]), []).append(place)
     for cal, places in by.items():
         alike = [rows[i] for i in others if choose(rows[i]) == cal]
-        if len(alike) >= MIN_ROWS_TO_FIT:
+        if len(alike) >= MIN_ROWS_TO_FIT and len(set(_groups(alike))) >= MIN_MODELS_TO_FIT:
             predicted = estimate_rows(
                 [rows[inside[p]] for p in places], fit(alike, cal, FITTED_VALUES, steps=12, width=1.0)
             )
