@@ -185,8 +185,8 @@ class EngineMemory:
             own = LayoutGroup(self.tables, ranks.take(group), flags, units, inner)
             shared = own.shared()
             for chunk in chunks:
-                part = slice(chunk.start - group.start, chunk.stop - group.start)
-                walk = (own.take(part) if len(chunks) > 1 else own).trace(detail, shared, part)
+                inside = slice(chunk.start - group.start, chunk.stop - group.start)
+                walk = (own.take(inside) if len(chunks) > 1 else own).trace(detail, shared, inside)
                 out["total"][order[chunk]] = walk.peak
                 for part, held in walk.at_peak.items():
                     out[part][order[chunk]] = held
