@@ -33,7 +33,7 @@ def block(option: str, fp8: bool = False) -> Block:
             module.__class__ = Fp8Linear
             module.recipe, module.maxima = Fp8Recipe(), None  # type: ignore[assignment]
     if option != "none":
-        recompute(made, option)
+        recompute(made, option, functions=fp8)
     return made
 
 
@@ -77,7 +77,7 @@ def test_same_gradients_with_less_memory(fp8: bool) -> None:
         assert held < most / 2
 
 
-@pytest.mark.parametrize(("option", "fp8"), [("selective", True), ("full", False)])
+@pytest.mark.parametrize(("option", "fp8"), [("selective", True), ("full", True), ("full", False)])
 def test_compiles_without_graph_breaks(option: str, fp8: bool) -> None:
     plain, compiled = block(option, fp8), block(option, fp8)
     compiled.compile(backend="aot_eager", fullgraph=True)
@@ -85,13 +85,15 @@ def test_compiles_without_graph_breaks(option: str, fp8: bool) -> None:
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0.05 if fp8 else 1e-4)
 
 
-def test_recomputed_blocks_are_spread_evenly() -> None:
+def test_recomputed_blocks_are_the_first_of_each_stage() -> None:
     units = [f"blocks.{i}" for i in range(8)]
-    assert list(recomputed_units(units, 2)) == ["blocks.3", "blocks.7"]
+    assert list(recomputed_units(units, 2)) == ["blocks.0", "blocks.1"]
+    assert list(recomputed_units(units, 2, 2)) == ["blocks.0", "blocks.4"]
+    assert list(recomputed_units(units, 4, 2, ((0, 2), (2, 8)))) == ["blocks.0", *(f"blocks.{i}" for i in (2, 3, 4))]
     assert recomputed_units(units, 8) == recomputed_units(units, "full") == dict.fromkeys(units, "full")
     assert recomputed_units(units, "none") == recomputed_units(units, 0) == {}
     for n in range(9):
-        found = [units.index(u) for u in recomputed_units(units, n)]
+        found = [units.index(u) for u in recomputed_units(units, n, 2)]
         assert len(found) == n
         halves = [sum(i < 4 for i in found), sum(i >= 4 for i in found)]
         assert abs(halves[0] - halves[1]) <= 1

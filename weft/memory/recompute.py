@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -35,29 +36,44 @@ def selective_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> 
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def recomputed_units(units: list[str], option: str | int) -> dict[str, str]:
-    """Recompute mode of each recomputed unit. A number of units is spread evenly, so that every stage has its share."""
+def recomputed_units(
+    units: list[str], option: str | int, stages: int = 1, split: Sequence[tuple[int, int]] = ()
+) -> dict[str, str]:
+    """Recompute mode of each recomputed unit. A number of units is spread evenly over `stages` of a pipeline, with the
+    units that `split` gives them, and in a stage they are the first: the others free most in the backward pass, and do
+    so before gradients fill the memory."""
     if option == "none":
         return {}
     if isinstance(option, str):
         return dict.fromkeys(units, option)
     count = len(units)
-    return {u: "full" for i, u in enumerate(units) if (i + 1) * option // count > i * option // count}
+    split = split or [(i * count // stages, (i + 1) * count // stages) for i in range(stages)]
+    chosen = [u for a, b in split for u in units[a : a + b * option // count - a * option // count]]
+    return dict.fromkeys(chosen, "full")
 
 
-def recompute(block: nn.Module, option: str = "full") -> None:
+def recompute_all(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The policy of a block of which nothing but its input is saved."""
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recompute(block: nn.Module, option: str = "full", functions: bool = False) -> None:
     """Make a block recompute its activations: all (full: Chen et al. 2016), or all but the most expensive (selective).
 
     Names and parameters do not change. The random state is restored for users' modules; Weft's dropout needs none.
+    `functions`: the block has autograd functions. torch.compile before torch 2.12 saves what operators inside them make
+    (pytorch#177396), unless a policy names what is recomputed.
     """
     forward = block.forward
     context: dict[str, Any] = {}
     if option == "selective":
         context["context_fn"] = partial(selective_contexts, selective_policy)
+    compiled = {"context_fn": partial(selective_contexts, recompute_all)} if functions and not context else context
 
     def again(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **context, **kwargs)
+        how = compiled if torch.compiler.is_compiling() else context
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **how, **kwargs)
 
     block.forward = again

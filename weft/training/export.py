@@ -15,7 +15,7 @@ from weft.checkpoint.format import SavedCheckpoint, newest_good
 from weft.checkpoint.reader import Index, load_full, load_named
 from weft.data.dataset import open_tokenizer
 from weft.data.store import is_store
-from weft.job.errors import JobError, MachineError
+from weft.job.errors import JobError, MachineError, check_output_file
 from weft.job.load import parse_job, read_job
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
@@ -245,8 +245,7 @@ def _trained(tensors: _Tensors) -> list[str]:
 
 def export_file(found: SavedCheckpoint, to: str, out: Path, options: ExportOptions | None = None) -> int:
     """Write every parameter and buffer, unsharded, under Weft's names, with the job in the file's metadata."""
-    if out.exists() and not out.is_file():
-        raise JobError(f"--out {out} exists and is not a regular file; name a new file such as {FILES[to]}")
+    check_output_file(out, "--out", FILES[to])
     options = options or ExportOptions()
     dtype = options.dtype or torch.float32
     index, prefix = Index(found.path), "ema." if options.ema else "model."
