@@ -44,8 +44,8 @@ IMPORT_TIME = (
 """Prefixes of environment variables that interpreters or libraries read when they start."""
 APPLIED = {"PYTHONPATH", "PYTHONUNBUFFERED"}
 """Those of them that a fork applies."""
-LATER = ("TORCHELASTIC_", "TORCH_NCCL_")
-"""Prefixes of variables that torch reads when it joins a group."""
+LATER = ("TORCHELASTIC_", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR")
+"""Prefixes of variables that torch reads when it joins a group or compiles; it sets the last one itself."""
 
 ARGUMENT_BYTES, ENVIRONMENT_BYTES = 16384, 32768
 """Space for the command line and environment that /proc shows."""
@@ -486,9 +486,12 @@ def main() -> None:
     given = [os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     BASE_PATH[:] = [p for p in sys.path[1:] if p not in given]
     gc.disable()
+    import numpy.ma  # noqa: F401  np.unique imports it
+    import plotly.offline  # noqa: F401
     import torch
 
     import weft.cli
+    import weft.launch.node
     import weft.launch.train
     import weft.server.main
     import weft.supervisor.nodes.node_supervisor

@@ -21,7 +21,7 @@ from weft.planner.rules.layout_syntax import parse_layout, ranks
 from weft.verify.dryrun import DryRun, dryrun, measured_peak
 
 LLAMA: dict[str, Any] = {"family": "llama", "dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 160, "vocab": 200}
-GPT2: dict[str, Any] = {"family": "gpt2", "dim": 64, "layers": 3, "heads": 4, "ffn": 256, "vocab": 201}
+GPT2: dict[str, Any] = {"family": "gpt2", "dim": 64, "layers": 2, "heads": 4, "ffn": 256, "vocab": 201}
 VIT: dict[str, Any] = {"family": "vit", "dim": 64, "layers": 2, "heads": 4, "ffn": 128, "vocab": 10}
 MOE: dict[str, Any] = {
     **LLAMA, "experts": {"count": 4, "ffn": 48, "shared": 1, "aux_weight": 0.1, "balance": "bias", "first_dense": 1}
@@ -30,7 +30,7 @@ MLP: dict[str, Any] = {"family": "mlp", "dim": 64, "layers": 8}
 WIDE, DEEP = {**LLAMA, "kv_heads": 4}, {**LLAMA, "layers": 4}
 
 
-def make(model: dict[str, Any], layout: str, **sections: Any) -> Job:
+def make(model: dict[str, Any], layout: str, microbatch: int = 2, **sections: Any) -> Job:
     """A job of two microbatches a stage: each is traced, so more would only take longer."""
     section = {"dp_replicate": 1, "dp_shard": 1} if layout == "1" else parse_layout(layout)
     copies = section.get("dp_replicate", 1) * section.get("dp_shard", 1)
@@ -38,7 +38,7 @@ def make(model: dict[str, Any], layout: str, **sections: Any) -> Job:
         {
             "model": model,
             "data": {"source": "synthetic", "seq_len": 32},
-            "train": {"global_batch": 2 * copies * 2 * section.get("pp", 1), "microbatch": 2},
+            "train": {"global_batch": 2 * copies * microbatch * section.get("pp", 1), "microbatch": microbatch},
             "cluster": {"device": "cpu", "devices_per_node": ranks(section)},
             "parallel": section,
             **sections,
@@ -79,7 +79,7 @@ CASES: tuple[tuple[dict[str, Any], str, int, dict[str, Any]], ...] = (
     (LLAMA, "zero3 tp=2", 1, CODED | SGD),
     (GPT2, "1", 0, BF16 | CODED),
     (WIDE, "tp=4", 3, BF16 | SELECTIVE | ADAFACTOR),
-    (GPT2, "pp=3 tp=2 dp_shard=2", 9, BF16),
+    ({**GPT2, "layers": 3}, "pp=3 tp=2 dp_shard=2", 9, BF16),
     (GPT2, "pp2 gpipe", 1, SELECTIVE | SGD),
     (DEEP, "pp2 interleaved-1f1b", 0, BF16 | TWO_BLOCKS | ADAFACTOR),
     (LLAMA, "pp2 zbv dp_shard=2", 2, LAMB),
@@ -166,7 +166,7 @@ DENSE = ["1", "ddp2", "zero1", "zero2", "zero3", "hsdp", "tp2", "dp_shard=2 tp=2
 @pytest.mark.parametrize(("layout", "experts"), [*((layout, None) for layout in DENSE), ("dp_shard=4 ep=2", EVEN)])
 def test_peak_memory_of_real_ranks(pool: RankPool, layout: str, experts: dict[str, Any] | None) -> None:
     model = {**(experts or LLAMA), "dim": 128, "ffn": 352, "layers": 3}
-    job = make(model, layout, train={"global_batch": 8, "microbatch": 1})
+    job = make(model, layout, microbatch=1)
     _, plan = make_plan(job)
     predicted = plan.predicted
     seen = max(pool.run(measured_peak, plan.world, job))
