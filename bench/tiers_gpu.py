@@ -12,11 +12,12 @@ and 100 GiB of host memory for the largest parts; no network.
 | bitwise | AdamW and Muon, resident and with states in host memory: losses, weights and moments |
 | 3.6b | 3.6B parameters, all states in host memory, clipping on, 4 × 4,096 tokens |
 | 8b, 8b-fp8 | llama-8b on the device alone with split master weights |
-| 13b, 20b | exact AdamW, states in host memory as far as they do not fit |
+| 13b, 20b | exact AdamW, states in host memory as far as they do not fit; 20B without clipping |
 | states | memory.states on the device and in host memory: bits, and losses beside exact states |
 | 13b-8bit, 32b | 8-bit moments, and those with master weights of 24 bits |
 | 32b-weights | the same with 115 GiB of the device, where weights of blocks live in host memory |
 | 70b | llama-70b with Adafactor, blocks updated in the backward pass, some weights in host memory |
+| 8b-disk | llama-8b in 20 GiB of the device and 60 GiB of host memory, other states on disk (`weft calibrate` first) |
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from dataclasses import replace
@@ -35,6 +37,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+DISK = Path(tempfile.gettempdir()) / "weft-tiers-gpu"
 SHAPES: dict[str, dict[str, Any]] = {
     "3.6b": {"family": "llama", "dim": 3072, "layers": 28, "heads": 24, "kv_heads": 8, "ffn": 8192, "vocab": 128256},
     "8b": {"shape": "llama-8b"},
@@ -64,10 +67,16 @@ PARTS: dict[str, dict[str, Any]] = {
             "device_gib": 115,
         },
     },
-    "20b": {"model": "20b", "memory": {"offload": "auto", "host_gib": 105, "recompute": "full"}},
+    "20b": {
+        "model": "20b", "optim": {"clip": 0}, "memory": {"offload": "auto", "host_gib": 113, "recompute": "full"},
+    },
     "70b": {
         "model": "70b", "optim": {"name": "adafactor", "clip": 0},
         "memory": {"offload": "auto", "host_gib": 110, "states": "24bit-master"},
+    },
+    "8b-disk": {
+        "model": "8b",
+        "memory": {"offload": "auto", "device_gib": 20, "host_gib": 60, "disk": str(DISK), "disk_gib": 45},
     },
 }  # fmt: skip
 LIMITS_S = {
@@ -83,6 +92,7 @@ LIMITS_S = {
     "13b": 200,
     "20b": 250,
     "70b": 500,
+    "8b-disk": 250,
 }
 TOKENS = (4, 4096)
 """Sequences in a step, and tokens in a sequence."""
@@ -145,6 +155,7 @@ def measure(name: str, steps: int) -> dict[str, Any]:
     from weft.planner import make_plan
     from weft.planner.describe import describe_plan
 
+    DISK.mkdir(exist_ok=True)
     job, plan = make_plan(make(PARTS[name]))
     print(describe_plan(job, plan), flush=True)
     row = {
@@ -297,18 +308,20 @@ def main() -> None:
 def run(part: str, steps: int, limit_s: float) -> dict[str, Any]:
     """One part in a process of its own."""
     command = [sys.executable, __file__, "--one", part, "--steps", str(steps)]
-    began = time.monotonic()
+    began, ended = time.monotonic(), "without a result"
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit_s)
         text = done.stdout
+        if done.returncode < 0:
+            ended = f"by signal {-done.returncode}"
     except subprocess.TimeoutExpired as error:
         raw = error.stdout or b""
         text = raw.decode() if isinstance(raw, bytes) else raw
     lines = text.splitlines()
-    print("\n".join(line for line in lines[-45:] if not line.startswith("RESULT ")), flush=True)
+    print("\n".join(line for line in lines[-60:] if not line.startswith("RESULT ")), flush=True)
     found = [json.loads(line[7:]) for line in lines if line.startswith("RESULT ")]
     seconds = round(time.monotonic() - began, 1)
-    return {**(found[-1] if found else {"part": part, "failed": f"ended without a result after {seconds} s"}),
+    return {**(found[-1] if found else {"part": part, "failed": f"ended {ended} after {seconds} s"}),
             "seconds": seconds}  # fmt: skip
 
 

@@ -13,11 +13,12 @@ import pyarrow.ipc as ipc
 import pyarrow.parquet as pq
 import pytest
 
-from weft.data import streamed
-from weft.data.dataset import open_dataset
+from weft.data.dataset import Dataset, open_dataset
+from weft.data.formats import streamed
 from weft.data.formats.huggingface_datasets import hub_dataset_files
+from weft.data.formats.streamed import StreamedDataset
 from weft.data.loader import Loader
-from weft.data.streamed import StreamedDataset
+from weft.data.mixture import MixedDataset
 from weft.job import parse_job
 from weft.job.errors import JobError
 from weft.job.schema import Job
@@ -63,7 +64,7 @@ def write(folder: Path, kind: str) -> Path:
     return folder
 
 
-def read(dataset: StreamedDataset, steps: range, ranks: int = 1, rank: int = 0) -> list[tuple[int, bytes]]:
+def read(dataset: Dataset, steps: range, ranks: int = 1, rank: int = 0) -> list[tuple[int, bytes]]:
     """Number and tokens of the samples that a rank reads."""
     options: dict[str, Any] = {"global_batch": 4, "microbatch": 1, "dp_rank": rank, "dp_size": ranks}
     with Loader(dataset, seed=3, start_step=steps.start, **options) as loader:
@@ -88,6 +89,31 @@ def test_any_step_is_read_on_any_number_of_ranks(tmp_path: Path, kind: str, shuf
     orders = [[tokens for _, tokens in whole[start : start + in_epoch]] for start in (0, in_epoch)]
     assert (orders[0] == orders[1]) == (shuffle == "none")
     assert first.val_len and first.val(first.val_len - 1)["inputs"].size == 16
+
+
+def test_a_mixture_of_streamed_and_other_sources(tmp_path: Path) -> None:
+    """Shares, epochs of each source, and the counts of each in a checkpoint."""
+    sources = [
+        {"source": str(write(tmp_path / kind, kind)), "weight": weight, "format": "text"}
+        for kind, weight in (("jsonl", 3), ("parquet", 1))
+    ]
+    mixed: dict[str, Any] = {"mixture": [*sources, {"source": "pydoc", "weight": 4}], "format": None}
+    first = open_dataset(resolve(job_of("pydoc", **mixed)))
+    assert isinstance(first, MixedDataset)
+    whole = read(first, range(0, 300))
+    places = first.sample_indices(3, np.arange(1024))
+    shares = np.bincount(np.searchsorted(first._train, places, side="right"), minlength=4)
+    assert shares.tolist() == [0, 384, 128, 512] and len(first.rounds) == 2 and all(first.rounds)
+    again = open_dataset(resolve(job_of("pydoc", **mixed)))
+    assert isinstance(again, MixedDataset)
+    again.follow(json.loads(json.dumps(first.rounds)))
+    assert sorted(read(again, range(200, 300), 2, 0) + read(again, range(200, 300), 2, 1)) == whole[800:]
+    with pytest.raises(JobError, match="has 2 streamed sources, and the checkpoint 1"):
+        again.follow(first.rounds[:1])
+    with pytest.raises(JobError, match=r"no source of data\.mixture is a file of records"):
+        open_dataset(resolve(job_of("pydoc", mixture=[{"source": "pydoc"}], format=None)))
+    with pytest.raises(JobError, match=r"data\.streaming=true does not support data\.temperature=2"):
+        make_plan(job_of("pydoc", **mixed | {"mixture": [{"source": s["source"]} for s in sources], "temperature": 2}))
 
 
 def test_a_run_encodes_only_what_it_reads(tmp_path: Path) -> None:

@@ -85,13 +85,15 @@ def test_compiles_without_graph_breaks(option: str, fp8: bool) -> None:
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0.05 if fp8 else 1e-4)
 
 
-def test_recomputed_blocks_are_spread_evenly() -> None:
+def test_recomputed_blocks_are_the_first_of_each_stage() -> None:
     units = [f"blocks.{i}" for i in range(8)]
-    assert list(recomputed_units(units, 2)) == ["blocks.3", "blocks.7"]
+    assert list(recomputed_units(units, 2)) == ["blocks.0", "blocks.1"]
+    assert list(recomputed_units(units, 2, 2)) == ["blocks.0", "blocks.4"]
+    assert list(recomputed_units(units, 4, 2, ((0, 2), (2, 8)))) == ["blocks.0", *(f"blocks.{i}" for i in (2, 3, 4))]
     assert recomputed_units(units, 8) == recomputed_units(units, "full") == dict.fromkeys(units, "full")
     assert recomputed_units(units, "none") == recomputed_units(units, 0) == {}
     for n in range(9):
-        found = [units.index(u) for u in recomputed_units(units, n)]
+        found = [units.index(u) for u in recomputed_units(units, n, 2)]
         assert len(found) == n
         halves = [sum(i < 4 for i in found), sum(i >= 4 for i in found)]
         assert abs(halves[0] - halves[1]) <= 1

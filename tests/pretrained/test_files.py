@@ -85,7 +85,7 @@ def test_cached_hub_name(folder: Path, tmp_path: Path, monkeypatch: pytest.Monke
         ({"model_type": "mamba"}, "has model_type='mamba'; Weft reads llama, gpt2"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "has architectures=.*; Weft reads LlamaForCausalLM"),
         ({"hidden_act": "relu"}, "has hidden_act='relu'; Weft needs silu or swish or"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "has rope_scaling type='dynamic'; Weft needs"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "has rope_scaling type='ntk'; Weft needs default or"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mrope": [1]}}, r"has rope_scaling mrope=\[1\]"),
         ({"final_logit_softcapping": 30.0}, "has final_logit_softcapping=30.0, which Weft does not support"),
         ({"sliding_window": 128}, "has sliding_window=128, which Weft does not support for this family"),

@@ -46,7 +46,10 @@ CONFIGS = {
         **SIZES, head_dim=10, attention_bias=True, use_sliding_window=True, sliding_window=4, max_window_layers=2,
         rope_parameters=YARN,
     ),
-    "olmo2": lambda: transformers.Olmo2Config(**SIZES, attention_bias=True, tie_word_embeddings=True),
+    "olmo2": lambda: transformers.Olmo2Config(
+        **{**SIZES, "max_position_embeddings": 8}, attention_bias=True, tie_word_embeddings=True,
+        rope_parameters={**ROPE, "rope_type": "dynamic", "factor": 2.5},
+    ),
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **SIZES, head_dim=10, attention_bias=True, tie_word_embeddings=False, sliding_window=3, layer_types=WINDOWS,
         rope_parameters={"full_attention": YARN, "sliding_attention": {**ROPE, "rope_type": "default"}},
@@ -76,7 +79,7 @@ def test_logits(name: str, tmp_path: Path) -> None:
     ("keys", "message"),
     [
         ({"hidden_act": "gelu"}, "has hidden_act='gelu'; Weft needs 'silu'"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "has rope_scaling type='dynamic'; Weft"),
+        ({"rope_parameters": {"rope_type": "proportional"}}, "has rope_scaling type='proportional'; Weft"),
         ({"quantization_config": {"quant_method": "gptq"}}, "has quantization_config=.*; Weft needs none or mxfp4"),
         ({"layer_types": ["chunked_attention"] * 3}, "has layer_types='chunked_attention'; Weft needs full_attention"),
     ],

@@ -36,7 +36,7 @@ TABLE: dict[str, Rule] = {
         choice(
             {
                 "linear": {"model.rope_scaling.kind": "linear"},
-                "dynamic": {"model.rope_scaling.kind": "ntk"},
+                "dynamic": {"model.rope_scaling.kind": "dynamic"},
                 "yarn": {"model.rope_scaling.kind": "yarn"},
                 "llama3": {"model.rope_scaling.kind": "llama3"},
             }

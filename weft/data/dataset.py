@@ -16,13 +16,13 @@ from weft.data.chat.template import load_template
 from weft.data.corpora import CORPORA, RECORD_CORPORA, encode_corpus, encode_records
 from weft.data.file_array import FileArray
 from weft.data.formats.huggingface_datasets import HUB_PREFIX
+from weft.data.formats.streamed import StreamedDataset
 from weft.data.growing import GrowingDataset, find_shards
 from weft.data.mixture import MixedDataset, SourceShares, TaskDataset, describe_shares
-from weft.data.order import OrderedDataset, SampleOrder
+from weft.data.order import OrderedDataset, SampleOrder, indices_of
 from weft.data.prepared_files import prepared_store
 from weft.data.recommend.ratings import RATING_SOURCES, open_ratings, reads_ratings
 from weft.data.store import is_store, open_store, store_tokenizer
-from weft.data.streamed import StreamedDataset
 from weft.data.synthetic import open_synthetic
 from weft.data.tasks.labeled_texts import open_labeled_texts
 from weft.data.tasks.masked_tokens import masked
@@ -94,12 +94,21 @@ def _open_streamed(job: Job) -> StreamedDataset:
 
 def _open_mixture(job: Job, order: SampleOrder) -> Dataset:
     data = job.data
-    opened = [_open_source(job, each.source, each.format or data.format) for each in data.mixture]
+    opened = [
+        _open_streamed(one) if one.data.streaming else _open_source(one, one.data.source, one.data.format)
+        for one in _mixed_sources(job)
+    ]
+    if data.streaming and not any(isinstance(dataset, StreamedDataset) for dataset in opened):
+        raise JobError(
+            "data.streaming=true, and no source of data.mixture is a file of records with a format text, chat or "
+            "instruction; leave data.streaming out"
+        )
     if any(getattr(dataset, "takes_epoch", False) for dataset in opened):
         raise JobError("data.mixture mixes text and conversations, and one of its sources holds images; leave it out")
-    keys = [set(dataset.train(0)) for dataset in opened]
+    seeds, first = range(job.train.seed, job.train.seed + len(opened)), np.array([0])
+    samples = [d.train(int(indices_of(d, seed, first)[0])) for d, seed in zip(opened, seeds, strict=True)]
     apart = bool(data.tasks and job.model.module)
-    if any(k != keys[0] for k in keys) and not apart:
+    if any(set(sample) != set(samples[0]) for sample in samples) and not apart:
         raise JobError(
             "data.mixture has sources with packed conversations and sources without; write data.mask_documents=true"
         )
@@ -115,12 +124,24 @@ def _open_mixture(job: Job, order: SampleOrder) -> Dataset:
     shares = SourceShares(start, end, round(total * data.anneal_from), total)
     fingerprint = "+".join(fingerprint_of(dataset) for dataset in opened)
     found = (
-        TaskDataset(opened, shares, order, fingerprint, data.tasks, apart)
+        TaskDataset(opened, shares, order, fingerprint, data.tasks, samples if apart else ())
         if data.tasks
         else MixedDataset(opened, shares, order, fingerprint)
     )
     found.summary = describe_shares(data, start, [dataset.train_len for dataset in opened])
     return found
+
+
+def _mixed_sources(job: Job) -> list[Job]:
+    """A job for each source of a mixture; with data.streaming, files of records are streamed."""
+    jobs = []
+    for each in job.data.mixture:
+        source, format = each.source, each.format or job.data.format
+        named = source in _NAMES or is_user_dataset(source) or is_store(Path(source))
+        streaming = job.data.streaming and not named and format in ("text", "chat", "instruction")
+        one = {"source": source, "format": format, "mixture": (), "streaming": streaming}
+        jobs.append(job.model_copy(update={"data": job.data.model_copy(update=one)}))
+    return jobs
 
 
 def _open_source(job: Job, source: str, format: str | None) -> Dataset:
@@ -223,9 +244,8 @@ def check_dataset(job: Job) -> None:
     """Refuse what open_dataset would refuse, as far as that can be known without reading a corpus or running code."""
     data = job.data
     if data.mixture:
-        for each in data.mixture:
-            one = {"source": each.source, "format": each.format or data.format, "mixture": ()}
-            check_dataset(job.model_copy(update={"data": data.model_copy(update=one)}))
+        for one in _mixed_sources(job):
+            check_dataset(one)
     elif data.source in (*CORPORA, *RECORD_CORPORA) and not (job.model.is_classifier or job.model.is_stack):
         tokenizer = load_tokenizer(data.tokenizer)
         if data.source in RECORD_CORPORA:

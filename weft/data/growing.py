@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -28,6 +28,15 @@ SAMPLED_BLOCKS, BLOCK_BYTES = 256, 4096
 
 Rounds = list[list[dict[str, Any]]]
 """Of each round its shards: name, fingerprint and number of training samples."""
+
+
+@runtime_checkable
+class FollowsRounds(Protocol):
+    """A dataset whose order of samples depends on what a checkpoint holds of it."""
+
+    rounds: Rounds
+
+    def follow(self, rounds: Rounds) -> None: ...
 
 
 def find_shards(data: Data) -> list[str]:

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.data.formats.streamed import StreamedDataset
+from weft.data.growing import Rounds
 from weft.data.order import SampleOrder
 from weft.data.sampler import Ints, shuffle
 from weft.job.data import Data
@@ -85,16 +87,33 @@ def describe_shares(data: Data, weights: Sequence[float], lengths: Sequence[int]
 
 
 class MixedDataset:
-    """Samples of several datasets; an index of one of them is offset by the lengths of those before it."""
+    """Samples of several datasets; an index of one of them is offset by the lengths of those before it.
+
+    Streamed ones have an order of their own. The rounds of a checkpoint are those of each of them.
+    """
 
     def __init__(self, datasets: Sequence[Any], shares: SourceShares, order: SampleOrder, fingerprint: str):
         self._datasets, self._shares, self._order, self.fingerprint = tuple(datasets), shares, order, fingerprint
-        self._train = np.cumsum([0, *(d.train_len for d in datasets)])
+        self._train = np.cumsum(
+            [0, *(d.index_limit if isinstance(d, StreamedDataset) else d.train_len for d in datasets)]
+        )
         self._val = np.cumsum([0, *(d.val_len for d in datasets)])
-        self.train_len, self.val_len = int(self._train[-1]), int(self._val[-1])
+        self.train_len, self.val_len = sum(d.train_len for d in datasets), int(self._val[-1])
+        self._streamed = [d for d in datasets if isinstance(d, StreamedDataset)]
+        self.rounds: Rounds = [d.rounds[0] for d in self._streamed]
         self.padding = getattr(datasets[0], "padding", None)
         self.summary = ""
         """The shares of the sources, for the log."""
+
+    def follow(self, rounds: Rounds) -> None:
+        """Use the counts of a checkpoint; a JobError if files of a streamed source were changed since."""
+        if self._streamed and len(rounds) != len(self._streamed):
+            raise JobError(
+                f"data.mixture has {len(self._streamed)} streamed sources, and the checkpoint {len(rounds)}, so that "
+                "its samples have other numbers; restore the mixture, or start a run with another name"
+            )
+        for dataset, found in zip(self._streamed, rounds, strict=False):
+            dataset.follow([found])
 
     def train(self, index: int) -> dict[str, np.ndarray]:
         which = self._which(self._train, index)
@@ -124,30 +143,35 @@ class MixedDataset:
             places = shuffle(seed, int(block), ids[here] % BLOCK, BLOCK)
             for source in np.unique(sources[places]):
                 mine = sources[places] == source
-                own = self._order.indices(seed + int(source), numbers[places[mine]], self._datasets[source].train_len)
-                out[here[mine]] = self._train[source] + own
+                out[here[mine]] = self._train[source] + self._own_indices(source, seed, numbers[places[mine]])
         return out
+
+    def _own_indices(self, source: int, seed: int, numbers: Ints) -> Ints:
+        """The indices in a source of its samples with these numbers."""
+        dataset = self._datasets[source]
+        if isinstance(dataset, StreamedDataset):
+            return dataset.sample_indices(seed + source, numbers)
+        return self._order.indices(seed + source, numbers, dataset.train_len)
 
 
 class TaskDataset(MixedDataset):
     """Samples of several tasks, each with the number of its task.
 
-    With `apart`, as for modules of your own, tasks may have different inputs and targets: a target is named after its
-    task, and what a task does not have is filled with zeros.
+    With a sample of each task, as for modules of your own, tasks may have different inputs and targets: a target is
+    named after its task, and what a task does not have is filled with zeros.
     """
 
     def __init__(
         self, datasets: Sequence[Any], shares: SourceShares, order: SampleOrder, fingerprint: str,
-        names: Sequence[str], apart: bool,
+        names: Sequence[str], samples: Sequence[dict[str, np.ndarray]] = (),
     ) -> None:  # fmt: skip
         super().__init__(datasets, shares, order, fingerprint)
         self.val_ranges = tuple((int(a), int(b)) for a, b in pairwise(self._val) if b > a)
         """Held-out samples of each task that has some."""
-        self._names, self._apart = tuple(names), apart
+        self._names, self._apart = tuple(names), bool(samples)
         self._blank: dict[str, np.ndarray] = {}
-        if apart:
-            for which, dataset in enumerate(datasets):
-                self._add_blank(which, self._renamed(which, dataset.train(0)))
+        for which, sample in enumerate(samples):
+            self._add_blank(which, self._renamed(which, sample))
 
     def _add_blank(self, which: int, sample: dict[str, np.ndarray]) -> None:
         for key, value in sample.items():

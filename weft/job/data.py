@@ -108,7 +108,7 @@ class Data(Section):
     A run reads each sample once, ends when there are no more, and reads only new shards when it is started again."""
     streaming: bool = False
     """Tokenize data.source while the run trains, part by part, instead of all of it before the first step; of formats
-    text, chat and instruction."""
+    text, chat and instruction. Of a mixture, all sources that are files of records."""
     mixture: tuple[MixtureSource, ...] = ()
     """Several sources with weights, instead of data.source."""
     anneal_from: float = Field(1.0, ge=0, le=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -35,14 +36,20 @@ def selective_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> 
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def recomputed_units(units: list[str], option: str | int) -> dict[str, str]:
-    """Recompute mode of each recomputed unit. A number of units is spread evenly, so that every stage has its share."""
+def recomputed_units(
+    units: list[str], option: str | int, stages: int = 1, split: Sequence[tuple[int, int]] = ()
+) -> dict[str, str]:
+    """Recompute mode of each recomputed unit. A number of units is spread evenly over `stages` of a pipeline, with the
+    units that `split` gives them, and in a stage they are the first: the others free most in the backward pass, and do
+    so before gradients fill the memory."""
     if option == "none":
         return {}
     if isinstance(option, str):
         return dict.fromkeys(units, option)
     count = len(units)
-    return {u: "full" for i, u in enumerate(units) if (i + 1) * option // count > i * option // count}
+    split = split or [(i * count // stages, (i + 1) * count // stages) for i in range(stages)]
+    chosen = [u for a, b in split for u in units[a : a + b * option // count - a * option // count]]
+    return dict.fromkeys(chosen, "full")
 
 
 def recompute(block: nn.Module, option: str = "full") -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from weft.models.attention import TokenInfo
 from weft.models.attention_layer import Attention
 from weft.models.attention_sinks import masked_attention
+from weft.models.rope import LENGTH_KINDS
 from weft.models.transformer import Transformer
 
 
@@ -33,7 +34,7 @@ class KeyValueCache:
         """Whether a token depends neither on later ones nor on the length of the sequence."""
         if not isinstance(model, Transformer) or not model.causal:
             return False
-        return model.scaling is None or model.scaling.kind != "longrope"
+        return model.scaling is None or model.scaling.kind not in LENGTH_KINDS
 
     def __enter__(self) -> Self:
         for name, layer in self.layers.items():

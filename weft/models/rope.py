@@ -9,13 +9,19 @@ from torch import Tensor
 
 from weft.job.schema import RopeScaling
 
+LENGTH_KINDS = ("dynamic", "longrope")
+"""Kinds of scaling that depend on the length of the sequence."""
+
 
 def frequencies(width: int, theta: float, scaling: RopeScaling | None, device: torch.device, length: int = 0) -> Tensor:
     """Angle a position for each pair of a head's `width` rotated values, [width / 2], in a sequence of `length`."""
-    if scaling and scaling.kind == "ntk":
-        theta = theta * scaling.factor ** (width / (width - 2))
+    if scaling and scaling.kind in ("ntk", "dynamic"):
+        factor = scaling.factor
+        if scaling.kind == "dynamic":
+            factor = factor * max(length / scaling.original_len, 1.0) - (factor - 1)
+        theta = theta * factor ** (width / (width - 2))
     freq = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
-    if scaling is None or scaling.kind == "ntk":
+    if scaling is None or scaling.kind in ("ntk", "dynamic"):
         return freq
     if scaling.kind == "linear":
         return freq / scaling.factor

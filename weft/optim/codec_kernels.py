@@ -13,17 +13,16 @@ from weft.planner.engine_constants import STATE_SCALE_BLOCK
 
 GROUPS = 8
 """Blocks of elements that one program encodes or decodes."""
-BLOCK = 2048
+BLOCK = 1024
 Keys = tuple[Tensor, int, int, int, int]
 """What random numbers depend on: the numbers of rows, the key, the first column, the columns of the whole weight, and
 the factor of an element's number (state_codecs.Rounding)."""
 
 
 @triton.jit
-def _random(rows, row, column, key, columns, gamma, mask):
-    """24 random bits of each element (Rounding.draw)."""
-    index = tl.load(rows + row, mask=mask, other=0) * columns + column
-    h = (index * gamma + key).to(tl.uint64, bitcast=True)
+def _random(first, column, key, gamma):
+    """24 random bits of each element (Rounding.draw), from the number of its row's first element."""
+    h = ((first + column) * gamma + key).to(tl.uint64, bitcast=True)
     h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9
     h = (h ^ (h >> 27)) * 0x94D049BB133111EB
     return ((h ^ (h >> 31)) >> 40).to(tl.int32)
@@ -60,7 +59,8 @@ def weft_encode_8bit(
     lower = _level(code, LEVELS, POWER)
     up = tl.div_rn(share - lower, _level(code + 1.0, LEVELS, POWER) - lower)
     if ROUNDED:
-        drawn = _random(rows, row[:, None] + 0 * column, first_column + column, key, columns, gamma, inside)
+        first = tl.load(rows + row, mask=group < groups, other=0) * columns + first_column
+        drawn = _random(first[:, None], column, key, gamma)
         code += tl.where(up > drawn.to(tl.float32) * (1.0 / 16777216), 1.0, 0.0)
     else:
         code += tl.where(up > 0.5, 1.0, 0.0)
@@ -103,15 +103,17 @@ def weft_decode_8bit(
 
 @triton.jit
 def weft_round_bits(
-    values, stored, rows, key, first_column, columns, gamma, width, size, ROUNDED: tl.constexpr, BITS: tl.constexpr,
+    values, stored, rows, key, first_column, columns, gamma, width, blocks, ROUNDED: tl.constexpr, BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Round fp32 numbers to 32 - BITS bits: to bf16, or in place."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
+    row, block = tl.program_id(0).to(tl.int64) // blocks, tl.program_id(0) % blocks
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    at = row * width + column
     bits = tl.load(values + at, mask=inside, other=0.0).to(tl.int32, bitcast=True)
     if ROUNDED:
-        bits += _random(rows, at // width, first_column + at % width, key, columns, gamma, inside) & ((1 << BITS) - 1)
+        bits += _random(tl.load(rows + row) * columns + first_column, column, key, gamma) & ((1 << BITS) - 1)
     else:
         bits += 1 << (BITS - 1)
     if BITS == 16:
@@ -122,10 +124,12 @@ def weft_round_bits(
 
 def round_bits(values: Tensor, stored: Tensor, bits: int, keys: Keys | None) -> None:
     """Round values [rows, columns] to bf16 (16 bits), or in place to 24 bits (8)."""
-    if size := values.numel():
-        weft_round_bits[(triton.cdiv(size, BLOCK),)](
-            values, stored, *_arguments(values, keys), values.shape[1], size, ROUNDED=keys is not None, BITS=bits,
-            BLOCK=BLOCK, num_warps=8,
+    rows, width = values.shape
+    if values.numel():
+        block = min(BLOCK, triton.next_power_of_2(width))
+        blocks = triton.cdiv(width, block)
+        weft_round_bits[(rows * blocks,)](
+            values, stored, *_arguments(values, keys), width, blocks, ROUNDED=keys is not None, BITS=bits, BLOCK=block,
         )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from weft.pretrained.config_fields import Config, Fields, Without
 _KEYS = {
     "default": {},
     "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor"},
     "llama3": {
         "factor": "factor", "low_freq_factor": "low_freq", "high_freq_factor": "high_freq",
         "original_max_position_embeddings": "original_len",
@@ -82,7 +83,7 @@ class Rope:
         scaling = write_scaling(model).get("rope_scaling")
         if scaling:
             parameters = out["rope_scaling"] = parameters | scaling
-        return out | {"rope_parameters": parameters}
+        return out | _written_length(model) | {"rope_parameters": parameters}
 
 
 def read_scaling(config: Config, found: Mapping[str, Any], original_len: int | None = None) -> Fields:
@@ -101,6 +102,8 @@ def read_scaling(config: Config, found: Mapping[str, Any], original_len: int | N
         return {}
     fields = {name: found[key] for key, name in known.items() if found.get(key) is not None}
     longest = config.take(_LENGTHS)
+    if kind == "dynamic":
+        fields["original_len"] = config.number(_LENGTHS)
     if "original_len" in known.values():  # outside of the scaling it has priority, as in transformers
         outer = config.take("original_max_position_embeddings", original_len)
         fields["original_len"] = outer or fields.get("original_len") or longest
@@ -123,6 +126,12 @@ def write_scaling(model: Model) -> Fields:
     known = {key: getattr(scaling, name) for key, name in _KEYS[scaling.kind].items()}
     known = {k: list(v) if isinstance(v, tuple) else v for k, v in known.items() if v is not None}
     return {"rope_scaling": {"rope_type": scaling.kind, **known}}
+
+
+def _written_length(model: Model) -> Fields:
+    """max_position_embeddings where dynamic scaling begins, which reads no other key."""
+    scaling = model.rope_scaling
+    return {_LENGTHS: scaling.original_len} if scaling and scaling.kind == "dynamic" else {}
 
 
 @dataclass(frozen=True)
@@ -200,4 +209,4 @@ class LocalRope:
 
     def write(self, model: Model) -> Fields:
         out = {"rope_theta": model.rope_theta, "rope_local_base_freq": model.window_theta}
-        return out | write_scaling(model)
+        return out | write_scaling(model) | _written_length(model)

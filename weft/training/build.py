@@ -15,12 +15,13 @@ from weft.optim.build_optimizers import Optimizers, build_optimizers
 from weft.optim.ema import Ema
 from weft.optim.layer_rates import layer_rates
 from weft.optim.streamed import StreamedOptimizers, Tiering
-from weft.parallel.apply import find_units, parallelize
+from weft.parallel.apply import parallelize
 from weft.parallel.data.data_parallel import Replicas
 from weft.parallel.data.late_sums import PredictedSums
 from weft.parallel.data.local_sgd import EveryStep, Rounds
 from weft.parallel.pipeline.executor import Pipelined
 from weft.parallel.spread_model import SpreadModel
+from weft.parallel.units import find_units
 from weft.planner.plan import Plan
 from weft.precision import LossScale
 from weft.training.initial_weights import InitialWeights

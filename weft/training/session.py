@@ -16,10 +16,9 @@ from weft.checkpoint.checkpointer import Checkpointer
 from weft.checkpoint.memory_snapshots import Snapshots
 from weft.checkpoint.merge_snapshots import snapshot_layout
 from weft.data.dataset import Dataset, fingerprint_of, open_dataset
-from weft.data.growing import GrowingDataset, Rounds
+from weft.data.growing import FollowsRounds, GrowingDataset, Rounds
 from weft.data.loader import Batch, Loader, to_device, val_batches
 from weft.data.sample_workers import auto_workers
-from weft.data.streamed import StreamedDataset
 from weft.guards.guards import Guards
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
@@ -97,7 +96,7 @@ class Session:
     def loader(self) -> Loader:
         """Batches from the next unread sample on."""
         job, mesh = self.job, self.mesh
-        if isinstance(self.dataset, GrowingDataset | StreamedDataset):
+        if isinstance(self.dataset, FollowsRounds):
             self.dataset.follow(self.state.data_rounds or self.dataset.rounds)
             self.state.data_rounds = self.dataset.rounds
         first = not any(mesh.coord(axis) for axis in ("tp", "cp", "pp"))  # their other ranks read the same samples
@@ -279,7 +278,7 @@ def open_session(
         merge_old_snapshots(session)
         resume_from_disk(session)
         guards.agreed = state.step
-    if isinstance(dataset, GrowingDataset | StreamedDataset):
+    if isinstance(dataset, FollowsRounds):
         known = cast(list[Rounds], mesh.all_gather_json(state.data_rounds or dataset.rounds))[0]
         dataset.follow(known)
         state.data_rounds = known

@@ -12,13 +12,14 @@ from weft.job.section import Section
 class RopeScaling(Section):
     """Scaling of rotary positions for sequences longer than the model was trained on."""
 
-    kind: Literal["linear", "ntk", "llama3", "yarn", "longrope"] = "llama3"
-    """linear divides positions; ntk raises the base; llama3 scales only the low frequencies; yarn does so with a linear
-    ramp and scales the attention; longrope has a factor for each frequency."""
+    kind: Literal["linear", "ntk", "dynamic", "llama3", "yarn", "longrope"] = "llama3"
+    """linear divides positions; ntk raises the base, and dynamic by the length of sequences above original_len; llama3
+    scales only the low frequencies; yarn does so with a linear ramp and scales the attention; longrope has a factor for
+    each frequency."""
     factor: float = Field(8.0, ge=1)
     """Factor by which sequences become longer."""
     original_len: int = Field(8192, ge=1, le=2**31)
-    """Sequence length of the original training (llama3, yarn, longrope)."""
+    """Sequence length of the original training (dynamic, llama3, yarn, longrope)."""
     low_freq: float = Field(1.0, gt=0)
     """Wavelengths longer than original_len / low_freq are scaled by the full factor (llama3)."""
     high_freq: float = Field(4.0, gt=0)

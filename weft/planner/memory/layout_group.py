@@ -258,14 +258,11 @@ class LayoutGroup:
         for kind, modes, count in (("dense", passes.dense, dense), ("routed", passes.routed, blocks - dense)):
             if modes is None:
                 continue
-            recomputed = np.minimum(again, count)  # with experts, dense blocks are the first and few
-            if kind == "dense" and passes.routed is not None:
-                recomputed = again - np.minimum(again, blocks - dense)
+            # the first of a stage (memory/recompute.py); with experts, dense blocks are the first
+            recomputed = np.minimum(np.maximum(again - (dense if kind == "routed" else 0), 0), count)
             one = _unit(states, kind, self.compute_bytes, modes[0], apart if kind == "routed" else None)
             chosen = replace(one, passes=modes[1], recomputed=True)
-            both = [(one, count - recomputed), (chosen, recomputed)]
-            # a recomputed block has its backward pass while gradients of other weights are delayed
-            parts += reversed(both) if flags["split_passes"] else both
+            parts += [(chosen, recomputed), (one, count - recomputed)]
             waits_more = (again - again_waiting) * (one.passes.kept - chosen.passes.kept)
         kinds = [(unit, count) for unit, count in parts if np.any(count > 0)]
         if np.any(layouts.offload == OFFLOADS.index("activations")):

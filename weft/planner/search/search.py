@@ -232,6 +232,12 @@ def _some_blocks(
         one = estimator.peak_gib(replace(base, recompute_blocks=base.pp))  # one of each stage
         share = (one - limit) / np.maximum(one - peaks[full], 1e-12)
         needed = 1 + np.ceil(np.clip(share, 0, 1) * (blocks - 1) - 1e-9).astype(np.int64)
+        # memory falls fastest with the first of them: at least so many are needed
+        none = peaks[full - (kinds - 1) * each]
+        least = 1 + np.ceil((one - limit) / np.maximum(none - one, 1e-12) - 1e-9)
+        fewer = np.clip(least, 1, needed).astype(np.int64)
+        fits = estimator.peak_gib(replace(base, recompute_blocks=np.minimum(fewer * base.pp, layers))) <= limit
+        needed = np.where(fits, fewer, needed)
         tried = replace(base, recompute_blocks=np.minimum(needed * base.pp, layers)).take(needed < blocks)
         if len(tried):
             _weigh(estimator, tried, np.asarray(estimator.estimate_time(tried).step_time_s), np.zeros(len(tried)), kept)

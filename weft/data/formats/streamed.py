@@ -81,6 +81,8 @@ class StreamedDataset:
         self._dtype = token_dtype(self._tokenizer.vocab)
         self._folder = cache_folder() / f"{settings_hash(data, data.source, format)}-stream"
         self.fingerprint = _fingerprint(files)
+        self.index_limit = len(self._parts) << WINDOW_BITS
+        """Indices of samples are below it."""
         fields = (data.seq_len, data.val_fraction, data.mask_documents, data.packing, data.answers_only, data.tokenizer)
         self._settings = hashlib.sha256(repr((fields, self._layout)).encode()).hexdigest()[:8]
         self._counts: dict[int, int] = {}
