@@ -30,7 +30,7 @@ MLP: dict[str, Any] = {"family": "mlp", "dim": 64, "layers": 8}
 WIDE, DEEP = {**LLAMA, "kv_heads": 4}, {**LLAMA, "layers": 4}
 
 
-def make(model: dict[str, Any], layout: str, microbatch: int = 2, **sections: Any) -> Job:
+def make(model: dict[str, Any], layout: str, **sections: Any) -> Job:
     """A job of two microbatches a stage: each is traced, so more would only take longer."""
     section = {"dp_replicate": 1, "dp_shard": 1} if layout == "1" else parse_layout(layout)
     copies = section.get("dp_replicate", 1) * section.get("dp_shard", 1)
@@ -38,7 +38,7 @@ def make(model: dict[str, Any], layout: str, microbatch: int = 2, **sections: An
         {
             "model": model,
             "data": {"source": "synthetic", "seq_len": 32},
-            "train": {"global_batch": 2 * copies * microbatch * section.get("pp", 1), "microbatch": microbatch},
+            "train": {"global_batch": 2 * copies * 2 * section.get("pp", 1), "microbatch": 2},
             "cluster": {"device": "cpu", "devices_per_node": ranks(section)},
             "parallel": section,
             **sections,
@@ -166,7 +166,7 @@ DENSE = ["1", "ddp2", "zero1", "zero2", "zero3", "hsdp", "tp2", "dp_shard=2 tp=2
 @pytest.mark.parametrize(("layout", "experts"), [*((layout, None) for layout in DENSE), ("dp_shard=4 ep=2", EVEN)])
 def test_peak_memory_of_real_ranks(pool: RankPool, layout: str, experts: dict[str, Any] | None) -> None:
     model = {**(experts or LLAMA), "dim": 128, "ffn": 352, "layers": 3}
-    job = make(model, layout, microbatch=1)
+    job = make(model, layout, train={"global_batch": 8, "microbatch": 1})
     _, plan = make_plan(job)
     predicted = plan.predicted
     seen = max(pool.run(measured_peak, plan.world, job))
