@@ -91,9 +91,10 @@ def test_a_job_is_tuned(tmp_path: Path) -> None:
     assert [t["steps"] for t in found["trials"]] == [4, 2] and found["best"]["losses"].keys() == {"2", "4"}
     assert load_job(str(tmp_path / "best.yaml")).optim.lr == found["best"]["values"]["optim.lr"]
     folder = tmp_path / "runs" / "job-tune"
+    best = folder / f"trial-{found['best']['trial']}"
+    assert "ready after" in (best / "logs/trial.log").read_text() and "ready after" not in done.err
     assert (folder / "trials.svg").exists() and (folder / "trials.json").exists()
-    steps = [json.loads(line)["step"] for line in
-             (folder / f"trial-{found['best']['trial']}" / "metrics.jsonl").read_text().splitlines()]  # fmt: skip
+    steps = [json.loads(line)["step"] for line in (best / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3, 4]  # the second rung continued the first
 
 

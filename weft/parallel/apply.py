@@ -199,7 +199,7 @@ def spread_stage(
             run_in_chunks(unit, context, plan.chunk, plan.tp if plan.sequence else 1, offload)
         elif prefix:
             if prefix in recomputed:
-                recompute(unit, recomputed[prefix])
+                recompute(unit, recomputed[prefix], functions=fp8 is not None)
             if plan.compile:
                 compile_around(modules)
                 compile_parts(unit, ("forward",))
