@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.checkpoint.format import SavedCheckpoint, newest_good
+from weft.checkpoint.format import SavedCheckpoint, list_checkpoints, newest_good, verify
 from weft.checkpoint.reader import Index, load_full, load_named
 from weft.data.dataset import open_tokenizer
 from weft.data.store import is_store
@@ -45,7 +45,10 @@ def newest(run: RunDir) -> SavedCheckpoint:
     if found is None and folder != run.checkpoints:
         found = newest_good(run.checkpoints)  # trained or imported before checkpoint.to was set
     if found is None:
-        raise JobError(f"{run.path} has no good checkpoint yet; train it first")
+        damaged = [
+            f"; {path.name} is damaged: {why}" for path in list_checkpoints(folder)[-1:] if (why := verify(path))
+        ]
+        raise JobError(f"{run.path} has no good checkpoint yet; train it first{''.join(damaged)}")
     return found
 
 
