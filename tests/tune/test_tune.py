@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.command import weft, write_job
+from helpers.command import python, write_job
+from helpers.forked_python import WITH_TWIN
 
 from weft.job.errors import JobError
 from weft.job.load import load_job
@@ -83,7 +84,7 @@ def test_the_even_sampler_is_the_same_for_a_seed() -> None:
 def test_a_job_is_tuned(tmp_path: Path) -> None:
     write_job(tmp_path, **JOB)
     command = ("tune", "job.yaml", "--over", "optim.lr=1e-4..1e-1", "--trials", "2", "--factor", "2", "--json")
-    done = weft(tmp_path, *command, "--out", "best.yaml")
+    done = python(tmp_path, "-m", "weft", *command, "--out", "best.yaml", **WITH_TWIN)
     assert done.code == 0, done.err
     assert len(os.sched_getaffinity(0)) == 1 or "up to 2 trials at a time, 1 ranks each" in done.err
     found = json.loads(done.out)
