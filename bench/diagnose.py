@@ -29,6 +29,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 60
+STARVED_TRAIN = {"steps": 24, "global_batch": 16, "eval_every": 0}
 LINK_MBIT = (20, 50, 100)
 SLOW_DATASET = '''
 """A dataset whose samples take a while."""
@@ -42,7 +43,7 @@ class Slow:
     train_len, val_len = 4096, 64
 
     def train(self, index):
-        time.sleep(0.02)
+        time.sleep(0.15)  # longer than the computation of a sample, also on a busy machine
         x = (np.arange(65) * (index + 1)) % 251
         return {"inputs": x[:-1], "targets": x[1:]}
 
@@ -110,7 +111,7 @@ def data_starved(folder: Path, number: int) -> Path:
     (folder / "slow_dataset.py").write_text(SLOW_DATASET, encoding="utf-8")
     data = {"source": "slow_dataset:make", "seq_len": 64}
     layout = list(LAYOUTS.values())[number % 2]
-    return train(folder, job(folder, f"starved-{number}", data=data, parallel=layout))
+    return train(folder, job(folder, f"starved-{number}", train=STARVED_TRAIN, data=data, parallel=layout))
 
 
 def unneeded_recompute(folder: Path, number: int) -> Path:

@@ -1,7 +1,7 @@
-"""Fit the calibrations of weft/hardware/calibrations from a table of published runs, and report held-out errors.
+"""Fit the calibrations of weft/hardware/calibrations from tables of published runs, and report held-out errors.
 
-    python bench/fit_planner.py RUNS.csv            # fit, write the JSON files
-    python bench/fit_planner.py RUNS.csv --held-out # fit on some models of each stack, report on the others
+    python bench/fit_planner.py RUNS.csv bench/published_others.csv            # fit, write the JSON files
+    python bench/fit_planner.py RUNS.csv bench/published_others.csv --held-out # fit on some models, report on others
 
 Held out means by model: every model of a stack is predicted once by a fit that never saw a row of it (a stack with one
 model is split by its layouts' pipeline degree instead). Few numbers are fitted for each stack; which ones stands below.
@@ -17,11 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.planner.calibration import CALIBRATION_FOLDER, Calibration
+from weft.planner.calibration import CALIBRATION_FOLDER, Calibration, load_calibration
 from weft.planner.published.fitting import fit, profile
-from weft.planner.published.framework import Framework, framework_of
+from weft.planner.published.framework import Framework, calibration_of, device_name, framework_of
 from weft.planner.published.row_arrays import estimate_rows
 from weft.planner.published.rows import PublishedRun, read_table
+from weft.planner.published.score import must_recompute, with_full_recompute
 
 MATMUL = ("matmul", "wave", "depth")
 LINKS = ("link", "network", "latency", "jitter")
@@ -40,6 +41,8 @@ class Recipe:
     main: Callable[[PublishedRun], bool] = lambda row: True
     """The rows the base is fitted on; all others belong to variants."""
     weight: Callable[[PublishedRun], int] = lambda row: 1
+    group: Callable[[PublishedRun], str] = lambda row: row.model_name
+    """What is held out together."""
     profiled: bool = False
     """Whether measured block times of the rows' shapes join the formulas."""
 
@@ -64,7 +67,23 @@ _old = Calibration(
 )
 _nvidia = Calibration(host_us=60, experts=0.85, low_precision=0.85, step_ms=20, traffic=2.0, host_moe_us=100)
 _UNFUSED: dict[str, float] = {"fused": 0}
+POOLED = ("matmul", "attention", "traffic", "host_us", "overlap_dp", "link", "network")
+POOLED_ROWS = 24
+"""Rows of each source that the default is fitted on, at most about."""
+
+
+def _pooled() -> dict[str, float]:
+    """What the default calibration has for devices of the A100's generation, from many stacks."""
+    return {name: getattr(load_calibration("default"), name) for name in POOLED}
+
+
 RECIPES: dict[str, Recipe] = {
+    "default": Recipe(
+        Calibration(host_us=200),
+        POOLED,
+        {f"gpu:{letter}": ({name: getattr(Calibration(), name) for name in POOLED}, ()) for letter in "hgb"},
+        group=lambda row: row.source,
+    ),
     "megatron-deepspeed": Recipe(
         _old.with_(head_whole=0.5),
         (
@@ -141,8 +160,10 @@ RECIPES: dict[str, Recipe] = {
     ),
     "megatron": Recipe(_old.with_(host_us=200, traffic=2.0, score_batch=0), ("matmul", "traffic", "step_ms")),
     "fsdp": Recipe(
-        Calibration(host_us=150, overlap_dp=0.85, selective=0.5, selective_products=0.5),
-        ("matmul", "attention", "traffic", "overlap_dp"),
+        Calibration(host_us=150, overlap_dp=0.85, selective=0.5, selective_products=0.5, attention=0.4),
+        ("matmul", "attention", "traffic", "overlap_dp", "overlap_tp", "overlap_cp", "network", "low_precision"),
+        {"gpu:a": (_pooled(), ("matmul",)), "notes:eager": ({}, ("traffic",))},
+        main=lambda row: not device_name(row).startswith("a") and "eager" not in row.text.get("notes", ""),
     ),
 }
 
@@ -181,14 +202,14 @@ def errors(stack: Framework, rows: Sequence[PublishedRun]) -> np.ndarray:
     return out
 
 
-def groups(rows: Sequence[PublishedRun]) -> list[str]:
-    names = [row.model_name for row in rows]
+def groups(recipe: Recipe, rows: Sequence[PublishedRun]) -> list[str]:
+    names = [recipe.group(row) for row in rows]
     return names if len(set(names)) > 1 else [f"pp {row.layout['pp']}" for row in rows]
 
 
 def held_out(recipe: Recipe, rows: Sequence[PublishedRun], name: str) -> np.ndarray:
     """Errors of every row by fits without its group; groups are dealt into at most five folds, the largest first."""
-    keys = groups(rows)
+    keys = groups(recipe, rows)
     sizes = sorted(set(keys), key=lambda k: -keys.count(k))
     folds = {key: i % 5 for i, key in enumerate(sizes)}
     out = np.full(len(rows), np.nan)
@@ -211,10 +232,11 @@ def show(name: str, e: np.ndarray) -> dict[str, float]:
     return {k: round(float(v), 4) for k, v in output.items()}
 
 
-def rows_of(path: Path) -> dict[str, list[PublishedRun]]:
-    """Rows with a time, by stack. Other people's FSDP runs are few and of trust B: they calibrate, unscored."""
+def rows_of(paths: Sequence[Path]) -> dict[str, list[PublishedRun]]:
+    """Rows with a time, by stack. Some FSDP runs are few and of trust B: they calibrate, unscored. The default
+    is fitted on some rows of every source with devices of the A100's generation, but not on blocks timed alone."""
     out: dict[str, list[PublishedRun]] = {}
-    for row in read_table(path)[0]:
+    for row in [row for path in paths for row in read_table(path)[0]]:
         if row.seconds:
             out.setdefault(framework_of(row), []).append(row)
         elif (
@@ -224,35 +246,42 @@ def rows_of(path: Path) -> dict[str, list[PublishedRun]]:
             and row.text["tokens_per_s_per_gpu"]
         ):
             tokens = float(row.text["tokens_per_s_per_gpu"]) * row.cluster.world
-            again = PublishedRun(**{**row.__dict__, "seconds": row.global_batch * row.model.seq_len / tokens})
-            out.setdefault("fsdp", []).append(again)
-    return out
+            again = replace(row, seconds=row.global_batch * row.model.seq_len / tokens)
+            [peak] = estimate_rows([again], calibration_of(again)).peak_gib
+            out.setdefault("fsdp", []).append(with_full_recompute(again) if must_recompute(again, peak) else again)
+    sources: dict[str, list[PublishedRun]] = {}
+    for row in [row for name, rows in out.items() if name != "megatron-deepspeed" for row in rows]:
+        if device_name(row).startswith("a"):
+            sources.setdefault(row.source, []).append(row)
+    return out | {"default": [row for own in sources.values() for row in own[:: max(1, len(own) // POOLED_ROWS)]]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("table", type=Path)
+    parser.add_argument("tables", type=Path, nargs="+")
     parser.add_argument("--held-out", action="store_true")
     parser.add_argument("--only")
     args = parser.parse_args()
     output: dict[str, dict[str, float]] = {}
     every = []
-    for name, rows in rows_of(args.table).items():
+    for name, rows in rows_of(args.tables).items():
         if name not in RECIPES or (args.only and name not in args.only.split(",")):
             continue
         recipe = with_memory(RECIPES[name], name)
         if args.held_out:
             e = held_out(recipe, rows, name)
             output[name] = show(name, e)
-            every.append(e)
+            every += [e] if name != "default" else []  # its rows are those of other stacks
             continue
         stack = fit_stack(recipe, rows, name)
         e = errors(stack, rows)
         show(name, e)
         every.append(e)
         write(stack, float(np.quantile(np.abs(e), 0.9)), recipe, len(rows))
-    output["all"] = show("all", np.concatenate(every))
-    if args.held_out and not args.only:
+    default = output.pop("default", None)
+    output["all"] = show("all", np.concatenate([*every, np.array([])]))
+    if args.held_out and not args.only and default:
+        output["default, without the source"] = default
         Path(__file__).with_name("planner_held_out.json").write_text(
             json.dumps(output, indent=2) + "\n", encoding="utf-8"
         )

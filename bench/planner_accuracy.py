@@ -15,7 +15,7 @@ import numpy as np
 
 from weft.planner.published.framework import load_framework
 from weft.planner.published.rows import PublishedRun, read_table
-from weft.planner.published.score import errors, predict, score_table
+from weft.planner.published.score import errors, predict, score, score_table
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c564b", "#7f7f7f", "#bcbd22")
@@ -113,6 +113,21 @@ def unknown(rows: list[PublishedRun]) -> str:
     return "\n".join(lines)
 
 
+def others() -> str:
+    """Runs that are not in the table: what their framework's calibration predicts, without a fit on their own rows."""
+    rows, _ = read_table(Path(__file__).with_name("published_others.csv"))
+    output = predict(rows, scale=False)
+    lines = ["| source | rows | median | p90 | memory | median | p90 |", "|---|---|---|---|---|---|---|"]
+    for source in [*sorted({row.source for row in rows}), "**all**"]:
+        scored = score(output, [i for i, row in enumerate(rows) if source in (row.source, "**all**")])
+        cells = [source]
+        for kind in ("step_time", "peak_memory"):
+            found = scored[kind]
+            cells += [str(found["rows"]), percent(found["median_abs_error"]), percent(found["p90_abs_error"])]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def fill(page: str, name: str, text: str) -> str:
     """Put text between the markers of this name."""
     start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
@@ -141,7 +156,7 @@ def main() -> None:
         f"95th percentile {percent(regret['p95'])}, rank correlation {regret['spearman']:.2f}."
     )
     page = fill(fill(page, "shipped", as_shipped(scored) + "\n\n" + summary), "held-out", held_out())
-    page = fill(page, "unknown", unknown(rows))
+    page = fill(fill(page, "unknown", unknown(rows)), "others", others())
     (DOCS / "planner-accuracy.md").write_text(page, encoding="utf-8")
 
 

@@ -308,18 +308,20 @@ def main() -> None:
 def run(part: str, steps: int, limit_s: float) -> dict[str, Any]:
     """One part in a process of its own."""
     command = [sys.executable, __file__, "--one", part, "--steps", str(steps)]
-    began = time.monotonic()
+    began, ended = time.monotonic(), "without a result"
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit_s)
         text = done.stdout
+        if done.returncode < 0:
+            ended = f"by signal {-done.returncode}"
     except subprocess.TimeoutExpired as error:
         raw = error.stdout or b""
         text = raw.decode() if isinstance(raw, bytes) else raw
     lines = text.splitlines()
-    print("\n".join(line for line in lines[-45:] if not line.startswith("RESULT ")), flush=True)
+    print("\n".join(line for line in lines[-60:] if not line.startswith("RESULT ")), flush=True)
     found = [json.loads(line[7:]) for line in lines if line.startswith("RESULT ")]
     seconds = round(time.monotonic() - began, 1)
-    return {**(found[-1] if found else {"part": part, "failed": f"ended without a result after {seconds} s"}),
+    return {**(found[-1] if found else {"part": part, "failed": f"ended {ended} after {seconds} s"}),
             "seconds": seconds}  # fmt: skip
 
 

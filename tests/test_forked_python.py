@@ -13,15 +13,18 @@ from typing import Any
 import psutil
 import pytest
 from helpers.command import ENV, until
-from helpers.forked_python import Popen
+from helpers.forked_python import TWIN, Popen
 
 LOOK = """
-import gc, json, os, signal, subprocess, sys
-if sys.argv[1:] == ["parent"]:
+import gc, json, os, signal, subprocess, sys, threading
+if sys.argv[1:] == ["threads"]:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+if sys.argv[1:] in (["parent"], ["threads"]):
     command = [sys.executable, "-m", "look", "child"]
     env = {**os.environ, "RANK": "3", "PYTHONUNBUFFERED": "1"}
     read, write = os.pipe()
     signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     child = subprocess.Popen(command, env=env, start_new_session=True, pass_fds=(write,), stdout=subprocess.PIPE)
     print(json.dumps([os.getpid(), write, child.communicate()[0].decode(), child.returncode]))
@@ -38,6 +41,7 @@ else:
         "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "threads": len(os.listdir("/proc/self/task")),
         "streams": [(s.encoding, s.errors, s.line_buffering, s.write_through) for s in (sys.stdout, sys.stderr)],
         "collector": (gc.isenabled(), gc.get_threshold()), "limit": sys.getrecursionlimit(),
+        "imported": "torch" in sys.modules,
     }, default=str))
     sys.exit(7)
 """  # fmt: skip
@@ -66,18 +70,22 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_a_fork_equals_a_new_interpreter(folder: Path, args: tuple[str, ...], options: dict[str, Any]) -> None:
     new, forked = (started(popen, folder, *args, **options) for popen in (subprocess.Popen, Popen))
-    assert json.loads(forked[0]) == json.loads(new[0])
+    assert json.loads(forked[0]) == {**json.loads(new[0]), "imported": True}
     assert forked[1] == new[1] == 7
 
 
-def test_a_process_started_by_a_fork_equals_a_new_interpreter(folder: Path) -> None:
-    new, forked = (json.loads(started(popen, folder, "-m", "look", "parent")[0]) for popen in (subprocess.Popen, Popen))
-    seen = []
-    for pid, write, text, code in (new, forked):
+def test_a_process_started_by_a_fork_equals_a_new_interpreter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is started by a fork with threads, of which its twin is forked."""
+    monkeypatch.setitem(ENV, TWIN, "1")
+    seen, imported = [], []
+    for popen, kind in ((subprocess.Popen, "parent"), (Popen, "parent"), (Popen, "threads")):
+        pid, write, text, code = json.loads(started(popen, folder, "-m", "look", kind)[0])
         child = json.loads(text)
         assert child.pop("parent") == pid and str(write) in child["files"] and code == 7
+        child["files"].remove(str(write))
+        imported.append(child.pop("imported"))
         seen.append(child)
-    assert seen[0] == seen[1]
+    assert seen[0] == seen[1] == seen[2] and imported == [False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ JOB = {
     "name": "small",
     "model": {"dim": 16, "layers": 2, "heads": 2, "ffn": 32},
     "data": {"seq_len": 16},
-    "train": {"steps": 70, "global_batch": 4, "eval_every": 0},
+    "train": {"steps": 30, "global_batch": 4, "eval_every": 0},
     "checkpoint": {"every": 10},
     "cluster": {"device": "cpu"},
     "parallel": {"dp_replicate": 2, "dp_shard": 1},
@@ -43,7 +43,7 @@ def test_killed_and_preempted_run_is_bit_identical(tmp_path: Path) -> None:
         assert fault["resume_s"] > 0 and fault["steps_lost"] >= 0
     assert found["finished"] is True and found["bitwise_equal"] is True
     assert (found["samples_lost"], found["samples_repeated"]) == (0, 0)
-    assert found["steps"] == 70 and found["final_loss"] == found["undisturbed_loss"]
+    assert found["steps"] == 30 and found["final_loss"] == found["undisturbed_loss"]
     assert 0 < found["effective_ratio"] <= 1
     assert "kill rank 1" in result.err and "term" in result.err
 
@@ -54,7 +54,7 @@ def test_killed_and_preempted_run_is_bit_identical(tmp_path: Path) -> None:
         (["--faults", "kil"], "'kil' is not known; did you mean kill?"),
         (["--faults", "stop@2"], "stop@2 names rank 2, but the run has ranks 0 to 1"),
         (["--faults", "node"], "node needs a run of at least 2 nodes"),
-        (["--faults", "random:200"], "train.steps is 70, and 200 faults need at least"),
+        (["--faults", "random:200"], "train.steps is 30, and 200 faults need at least"),
         (["parallel.tp=3"], "parallel.tp=3 does not divide model.heads=2"),
     ],
 )

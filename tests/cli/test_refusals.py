@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -103,13 +105,23 @@ def test_text_fields_keep_what_was_written(folder: Path, text: str, name: str) -
 
 def test_export_refuses_what_is_not_a_regular_file(tmp_path: Path) -> None:
     from weft.checkpoint.format import SavedCheckpoint
+    from weft.measure.trace_steps import trace_job
     from weft.training.export import export_file
+    from weft.watch.html_page import write_page
+    from weft.watch.traces.chrome import write_trace
 
     found = SavedCheckpoint.__new__(SavedCheckpoint)
     (tmp_path / "link").symlink_to("/dev/full")
+    os.mkfifo(tmp_path / "pipe")
     for target in (Path("/dev/full"), tmp_path / "link", tmp_path):
         with pytest.raises(JobError, match="exists and is not a regular file; name a new file"):
             export_file(found, "safetensors", target)
+    for write in (partial(write_page, title="", body=""), partial(write_trace, events=[], about={})):
+        with pytest.raises(JobError, match="exists and is not a regular file; name a new file"):
+            write(tmp_path / "pipe")
+    with pytest.raises(JobError, match=r"--out .*pipe exists and is not a regular file"):
+        trace_job(load_job("tiny"), 1, 1, tmp_path / "pipe", print)
+    assert (tmp_path / "pipe").is_fifo()
     assert Path("/dev/full").is_char_device()
 
 

@@ -18,7 +18,7 @@ from weft.models.fp8 import fp8_kernels
 from weft.models.fp8.fp8_linear import E4M3, E5M2, cast
 from weft.optim.adamw_kernels import adamw_, corrections_of
 from weft.optim.codec_kernels import decode_8bit, encode_8bit, round_bits
-from weft.optim.state_codecs import BF16, EIGHT_BITS, LEVELS, POWERS, round_to_24_bits_, rounding_of
+from weft.optim.state_codecs import BF16, EIGHT_BITS, LEVELS, POWERS, numbers_of_rows, round_to_24_bits_, rounding_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -93,7 +93,7 @@ def test_smaller_states(columns: int, step: int | None) -> None:
     """Kernels of codecs write the bits of the plain operations on a CPU."""
     values = torch.randn(6, columns, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 0, columns)
     values[0], values[2, 3] = 0.0, 0.0
-    rounding = None if step is None else rounding_of(0, step, "w", "m", values, 0, 6)
+    rounding = None if step is None else rounding_of(0, step, "w", "m", values, numbers_of_rows(values, 0, 6))
     keys = None if rounding is None else (rounding.rows.to(DEVICE), *rounding.keys[1:])
     for kind, codec in EIGHT_BITS.items():
         given = values.square() if kind == "unsigned" else values

@@ -3,7 +3,8 @@
 Importing takes most of the CPU time of a short run: about 7 s for `weft train` with its fork server, supervisor and
 ranks. `Popen` here works like subprocess.Popen; `python -m`, `python -c` and `python FILE` become forks, and so do the
 Python processes that such a fork starts itself. A fork has the arguments, environment, directory, open files, signal
-handlers, process group and parent that the new interpreter would have. What a new interpreter reads before `main`
+handlers, process group and parent that the new interpreter would have. With `WITH_TWIN` in its environment, a fork may
+have threads when it starts others. What a new interpreter reads before `main`
 (`IMPORT_TIME`) cannot be changed by a fork, so a command with other values gets a new interpreter.
 """
 
@@ -20,6 +21,7 @@ import inspect
 import json
 import multiprocessing.util
 import os
+import resource
 import runpy
 import signal
 import socket
@@ -30,7 +32,7 @@ import time
 import traceback
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -42,8 +44,8 @@ IMPORT_TIME = (
 """Prefixes of environment variables that interpreters or libraries read when they start."""
 APPLIED = {"PYTHONPATH", "PYTHONUNBUFFERED"}
 """Those of them that a fork applies."""
-LATER = ("TORCHELASTIC_", "TORCH_NCCL_")
-"""Prefixes of variables that torch reads when it joins a group."""
+LATER = ("TORCHELASTIC_", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR")
+"""Prefixes of variables that torch reads when it joins a group or compiles; it sets the last one itself."""
 
 ARGUMENT_BYTES, ENVIRONMENT_BYTES = 16384, 32768
 """Space for the command line and environment that /proc shows."""
@@ -59,6 +61,11 @@ TEMPLATE_ENV = {
     "OMP_NUM_THREADS": "1",
 }
 """Environment of the template; commands with other import-time variables get a new interpreter."""
+
+TWIN = "WEFT_TEST_TWIN"
+WITH_TWIN = {TWIN: "1"}
+"""Environment of a command that starts Python processes while it has threads: a fork of such a process may hang, so a
+copy of it from before its first thread is forked instead."""
 
 GC_THRESHOLD = gc.get_threshold()
 
@@ -78,6 +85,9 @@ class Start:
     """Open files of the new process: its number and ours."""
     network: str = ""
     """Network namespace to enter, if any."""
+    blocked: tuple[int, ...] = ()
+    ignored: tuple[int, ...] = ()
+    """Signals that are blocked, and those that are ignored."""
 
     def can_fork(self, image: Mapping[str, str]) -> bool:
         """Whether a fork can do the same as a new interpreter; `image` are the variables of the process to fork."""
@@ -179,9 +189,7 @@ class Template:
 
     def start(self, start: Start) -> int:
         """Start a process as a child of this one. Returns its pid."""
-        words = {"command": start.command, "env": start.env, "cwd": start.cwd, "new_session": start.new_session}
-        words["network"] = start.network
-        message = json.dumps({**words, "files": list(start.files), "parent": os.getpid()}).encode()
+        message = json.dumps({**asdict(start), "files": list(start.files), "parent": os.getpid()}).encode()
         with self.lock, _subreaper():
             socket.send_fds(self.socket, [message], list(start.files.values()))
             return int(self.socket.recv(64))
@@ -189,6 +197,35 @@ class Template:
     def close(self) -> None:
         self.socket.close()
         self.process.wait()
+
+
+class Twin(Template):
+    """A copy of this process that is forked in its place, for a process that will have threads."""
+
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.settimeout(START_TIMEOUT_S)
+        self.lock, self.inherited = threading.Lock(), _inherited()
+        if os.fork() == 0:
+            try:
+                signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # those to the process group
+                os.closerange(0, theirs.fileno())
+                os.closerange(theirs.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+                serve(theirs)
+            finally:
+                os._exit(0)
+        theirs.close()
+
+    def start(self, start: Start) -> int:
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        ignored = [n for n in signal.valid_signals() if signal.getsignal(n) == signal.SIG_IGN]
+        return super().start(replace(start, blocked=tuple(blocked), ignored=tuple(ignored)))
+
+
+def _inherited() -> Any:
+    """What a process inherits of its parent, but not of the parent's twin: limits and processors."""
+    limits = [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
+    return limits, os.sched_getaffinity(0)
 
 
 @functools.cache
@@ -218,9 +255,9 @@ def serve(sock: socket.socket) -> None:
         if not message:
             return
         asked = json.loads(message)
-        start = Start(asked["command"], asked["env"], asked["cwd"], asked["new_session"],
-                      dict(zip(asked["files"], files, strict=True)), asked["network"])  # fmt: skip
-        sock.send(str(_fork_orphan(start, asked["parent"])).encode())
+        parent, numbers = asked.pop("parent"), asked.pop("files")
+        start = Start(**asked, files=dict(zip(numbers, files, strict=True)))
+        sock.send(str(_fork_orphan(start, parent)).encode())
         for file in files:
             os.close(file)
 
@@ -264,6 +301,10 @@ def _become(start: Start, parent: int | None) -> NoReturn:
     if start.new_session:
         os.setsid()
     _reset_signals()
+    for number in start.ignored:
+        signal.signal(number, signal.SIG_IGN)
+    if parent is not None:  # else this is a fork of the process that starts it
+        signal.pthread_sigmask(signal.SIG_SETMASK, start.blocked)
     gc.freeze()
     gc.enable()
     gc.set_threshold(*GC_THRESHOLD)
@@ -277,6 +318,8 @@ def _become(start: Start, parent: int | None) -> NoReturn:
     _show(start)
     _set_files(start.files)  # the parent goes on
     while parent is not None and os.getppid() != parent:
+        if not os.path.exists(f"/proc/{parent}"):
+            os._exit(70)
         time.sleep(0.001)
     words = start.command[1:]
     unbuffered = words[0] == "-u" or bool(start.env.get("PYTHONUNBUFFERED"))
@@ -404,23 +447,29 @@ def _exit(code: int) -> NoReturn:
 
 
 def fork_children() -> None:
-    """From now on, Python processes that this process starts are forks of it."""
+    """From now on, Python processes that this process starts are forks of it or of its twin."""
     image = dict(os.environ)
+    twin = Twin() if TWIN in image and "RANK" not in image else None
 
-    def can_fork(start: Start) -> bool:
-        """A fork may wait forever for locks of other threads; those of torchrun hold none that its ranks use."""
-        return start.can_fork(image) and (len(os.listdir("/proc/self/task")) == 1 or sys.argv[0].endswith(TORCHRUN))
+    def fork(start: Start) -> int | None:
+        """The pid of a fork, or None if only a new interpreter does the same. A fork may wait forever for locks of
+        other threads; those of torchrun hold none that its ranks use."""
+        if not start.can_fork(image):
+            return None
+        if len(os.listdir("/proc/self/task")) == 1 or sys.argv[0].endswith(TORCHRUN):
+            return _fork(start)
+        return twin.start(start) if twin is not None and twin.inherited == _inherited() else None
 
     def execute_child(popen: subprocess.Popen[Any], *args: Any) -> None:
         start = _start_of(popen, *args)
-        if start is None or not can_fork(start):
-            _real_execute_child(popen, *args)
+        if start is not None and (pid := fork(start)) is not None:
+            _started(popen, pid, args)
         else:
-            _started(popen, _fork(start), args)
+            _real_execute_child(popen, *args)
 
     def spawnv_passfds(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
-        start = _spawn_start(args, passfds, os.environ)
-        return _fork(start) if can_fork(start) else int(_real_spawnv_passfds(path, args, passfds))
+        pid = fork(_spawn_start(args, passfds, os.environ))
+        return int(_real_spawnv_passfds(path, args, passfds)) if pid is None else pid
 
     subprocess.Popen._execute_child = execute_child
     multiprocessing.util.spawnv_passfds = spawnv_passfds
@@ -437,9 +486,12 @@ def main() -> None:
     given = [os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     BASE_PATH[:] = [p for p in sys.path[1:] if p not in given]
     gc.disable()
+    import numpy.ma  # noqa: F401  np.unique imports it
+    import plotly.offline  # noqa: F401
     import torch
 
     import weft.cli
+    import weft.launch.node
     import weft.launch.train
     import weft.server.main
     import weft.supervisor.nodes.node_supervisor

@@ -66,7 +66,7 @@ def begin(job: Job | Planned) -> tuple[Job, Plan, Mesh, Stepper, Loader]:
     job, plan = job if isinstance(job, tuple) else make_plan(job)
     check(job, plan, RUNNABLE)
     mesh = connect(plan, 300.0)
-    torch.manual_seed(mesh.rank)  # whatever a layout draws here must not reach the weights
+    torch.default_generator.manual_seed(mesh.rank)  # whatever a layout draws here must not reach the weights
     stepper = Stepper(job, plan, mesh, build_state(job, plan, mesh, published_weights(job)))
     loader = Loader(
         open_dataset(job), seed=job.train.seed, global_batch=job.train.global_batch, microbatch=plan.microbatch,
@@ -172,7 +172,9 @@ def _whole_state(stepper: Stepper) -> dict[str, Tensor]:
 @torch.no_grad()
 def wholes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of whole tensors on every rank, gathered in few messages."""
-    shards, parts = ({n: of(t) for n, t in tensors.items()} for of in (shard_of, local_of))
+    alike = {n: (t.shape, getattr(t, "device_mesh", None), getattr(t, "placements", ())) for n, t in tensors.items()}
+    known = {alike[n]: shard_of(t) for n, t in {alike[n]: (n, t) for n, t in tensors.items()}.values()}  # slow in torch
+    shards, parts = {n: known[alike[n]] for n in tensors}, {n: local_of(t) for n, t in tensors.items()}
     out = {n: parts[n].new_zeros(t.shape) for n, t in tensors.items()}
     for n, whole in out.items():
         whole[shards[n].box] = parts[n]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -231,6 +232,30 @@ class Records:
 
     def val(self, index: int) -> dict[str, object]:
         return self.train(1000 + index)
+
+
+class Counting:
+    """Consecutive tokens, of a vocabulary of 48."""
+
+    train_len, val_len = 1 << 20, 16
+
+    def __init__(self, data: Any) -> None:
+        self.seq_len = data.seq_len
+
+    def train(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.arange(index, index + self.seq_len + 1) % 48
+        return {"inputs": tokens[:-1], "targets": tokens[1:]}
+
+    def val(self, index: int) -> dict[str, Tensor]:
+        return Counting.train(self, index)
+
+
+class SlowCounting(Counting):
+    """For a run that trains while a test waits for something else: reading takes most of its time, and no CPU."""
+
+    def train(self, index: int) -> dict[str, Tensor]:
+        time.sleep(0.05)
+        return super().train(index)
 
 
 class Kinds(Records):

@@ -27,6 +27,11 @@ BASE: dict[str, Any] = {
 }
 
 
+ONE_PASS = "train.accumulation=1"
+"""For matrices whose subject is the model or the optimizer: whether passes add up depends on the layout alone, so one
+matrix of each axis has two."""
+
+
 @dataclass(frozen=True)
 class Run:
     """A layout's run, and what each of its ranks saw."""

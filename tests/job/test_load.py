@@ -125,6 +125,8 @@ def test_number_formats(tmp_path: Path, text: str, number: float) -> None:
          "watch.alerts.to.0: must have exactly one of command, webhook and mail"),
         ({"watch": {"alerts": {"to": [{"command": "cat >> alerts.txt"}]}}},
          "watch.alerts.to.0: must have a command without shell operators, or: command: sh -c 'cat >> alerts.txt'"),
+        ({"watch": {"alerts": {"to": [{"command": "a 'b"}]}}},
+         'watch.alerts.to.0: must have a command whose quotes are closed, not "a \'b"'),
     ],
 )  # fmt: skip
 def test_mistakes(raw: dict[str, Any], message: str) -> None:

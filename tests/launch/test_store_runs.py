@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.command import DEADLINE_S, ENV, Output, losses, run_of, write_job
-from helpers.forked_python import Popen
+from helpers.forked_python import WITH_TWIN, Popen
 
 from weft.checkpoint.format import entries
 from weft.job.errors import Exit
@@ -56,7 +56,7 @@ def write(folder: Path, steps: int) -> None:
 
 def train(folder: Path, s3: dict[str, str], *words: str) -> str:
     command = [sys.executable, "-m", "weft", "train", "job.yaml", *words]
-    with Popen(command, env={**ENV, **s3}, cwd=folder, stderr=subprocess.PIPE, text=True) as process:
+    with Popen(command, env={**ENV, **s3, **WITH_TWIN}, cwd=folder, stderr=subprocess.PIPE, text=True) as process:
         _, output = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, output
     return str(output)

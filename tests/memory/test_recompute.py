@@ -33,7 +33,7 @@ def block(option: str, fp8: bool = False) -> Block:
             module.__class__ = Fp8Linear
             module.recipe, module.maxima = Fp8Recipe(), None  # type: ignore[assignment]
     if option != "none":
-        recompute(made, option)
+        recompute(made, option, functions=fp8)
     return made
 
 
@@ -77,7 +77,7 @@ def test_same_gradients_with_less_memory(fp8: bool) -> None:
         assert held < most / 2
 
 
-@pytest.mark.parametrize(("option", "fp8"), [("selective", True), ("full", False)])
+@pytest.mark.parametrize(("option", "fp8"), [("selective", True), ("full", True), ("full", False)])
 def test_compiles_without_graph_breaks(option: str, fp8: bool) -> None:
     plain, compiled = block(option, fp8), block(option, fp8)
     compiled.compile(backend="aot_eager", fullgraph=True)

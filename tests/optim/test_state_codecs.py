@@ -15,12 +15,25 @@ from helpers.parity import make_job, section
 from weft.job import parse_job
 from weft.job.errors import FitError, JobError
 from weft.mesh import connect
-from weft.optim.state_codecs import BF16, EIGHT_BITS, StateCodec, codec_of, round_to_24_bits_, rounding_of
+from weft.optim.state_codecs import (
+    BF16,
+    EIGHT_BITS,
+    Rounding,
+    StateCodec,
+    codec_of,
+    numbers_of_rows,
+    round_to_24_bits_,
+    rounding_of,
+)
 from weft.optim.streamed import StreamedOptimizers
 from weft.planner import check_fits, make_plan
 
 CODECS = {"bf16": BF16, "signed": EIGHT_BITS["signed"], "unsigned": EIGHT_BITS["unsigned"]}
 SHAPE = (6, 200)
+
+
+def rows_rounding(seed: int, step: int, name: str, kind: str, weight: torch.Tensor, first: int, rows: int) -> Rounding:
+    return rounding_of(seed, step, name, kind, weight, numbers_of_rows(weight, first, rows))
 
 
 def values_of(name: str, shape: tuple[int, ...] = SHAPE) -> torch.Tensor:
@@ -31,7 +44,7 @@ def values_of(name: str, shape: tuple[int, ...] = SHAPE) -> torch.Tensor:
 
 def encoded(codec: StateCodec, values: torch.Tensor, step: int | None = None) -> torch.Tensor:
     stored = torch.zeros(codec.stored_shape(tuple(values.shape)), dtype=codec.dtype)
-    codec.encode(values, stored, None if step is None else rounding_of(0, step, "w", "m", values, 0, len(values)))
+    codec.encode(values, stored, None if step is None else rows_rounding(0, step, "w", "m", values, 0, len(values)))
     return stored
 
 
@@ -58,18 +71,18 @@ def test_master_weights_of_24_bits() -> None:
     round_to_24_bits_(rounded, None)
     assert ((rounded - master).abs() <= master.abs() * 2**-16).all()
     again = rounded.clone()
-    round_to_24_bits_(again, rounding_of(0, 1, "w", "low", master, 0, len(master)))
+    round_to_24_bits_(again, rows_rounding(0, 1, "w", "low", master, 0, len(master)))
     assert torch.equal(rounded, again), "what has 24 bits is not changed"
 
 
 def test_random_numbers_belong_to_elements_steps_and_parameters() -> None:
     weight = torch.empty(32, 3, 20)
-    whole = rounding_of(7, 3, "w", "m", weight, 0, 32).draw(0, 96, 20).view(32, 3, 20)
-    rows = rounding_of(7, 3, "w", "m", weight, 16, 16).draw(0, 48, 20).view(16, 3, 20)
+    whole = rows_rounding(7, 3, "w", "m", weight, 0, 32).draw(0, 96, 20).view(32, 3, 20)
+    rows = rows_rounding(7, 3, "w", "m", weight, 16, 16).draw(0, 48, 20).view(16, 3, 20)
     assert torch.equal(whole[16:], rows)
     assert (whole.unique().numel(), int(whole.max()) < 2**24) == (whole.numel(), True)
     for other in ((8, 3, "w", "m"), (7, 4, "w", "m"), (7, 3, "v", "m"), (7, 3, "w", "v")):
-        assert not torch.equal(rounding_of(*other, weight, 0, 32).draw(0, 96, 20).view(32, 3, 20), whole)
+        assert not torch.equal(rows_rounding(*other, weight, 0, 32).draw(0, 96, 20).view(32, 3, 20), whole)
 
 
 def test_vectors_averages_and_short_rows_stay_exact() -> None:

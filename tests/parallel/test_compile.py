@@ -10,8 +10,9 @@ from weft.job import parse_job
 from weft.job.schema import Job
 from weft.mesh import connect
 from weft.models.build_model import build_model, loss_sum
-from weft.parallel.apply import compile_parts, find_units, members, parallelize
+from weft.parallel.apply import compile_parts, parallelize
 from weft.parallel.expert.expert_parallel import compile_around
+from weft.parallel.units import find_units, members
 from weft.planner import make_plan
 
 BATCH = {

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.parity import check, make_job
+from helpers.parity import ONE_PASS, check, make_job
 
 from weft.launch.rank_pool import RankPool
 
@@ -43,7 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_model(pool: RankPool, name: str) -> None:
-    check(pool, make_job(**MODELS[name]), SOME[:2])
+    check(pool, make_job(ONE_PASS, **MODELS[name]), SOME[:2])
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from helpers import on_ranks
-from helpers.parity import disagreements, make_job, section
+from helpers.parity import ONE_PASS, disagreements, make_job, section
 
 from weft.launch.rank_pool import RankPool
 from weft.planner import make_plan
@@ -40,7 +40,7 @@ CASES: list[tuple[str, str, tuple[str, ...]]] = [
 
 @pytest.mark.parametrize(("model", "layout", "overrides"), CASES, ids=lambda x: x if isinstance(x, str) else "")
 def test_replicas_are_equal(pool: RankPool, model: str, layout: str, overrides: tuple[str, ...]) -> None:
-    job = with_layout(make_job(*overrides, model=MODELS[model]), section(layout))
+    job = with_layout(make_job(ONE_PASS, *overrides, model=MODELS[model]), section(layout))
     seen = pool.run(on_ranks.replicas_with_noise, ranks(section(layout)), make_plan(job), 2)
     assert not disagreements(seen)
     assert len({tuple(each.scales) for each in seen}) == 1, "every rank clips by the same norm"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import on_ranks
-from helpers.parity import check, differences, make_job, run, section
+from helpers.parity import ONE_PASS, check, differences, make_job, run, section
 from safetensors.torch import load_file
 
 from weft.checkpoint.format import newest_good
@@ -27,8 +27,9 @@ TENSOR = ("tp 2", "dp_shard 2 zero=3 × tp 2", "dp_replicate 2 × tp 2")
 NOT_OURS: dict[str, Any] = dict.fromkeys(("family", "dim", "layers", "heads", "kv_heads", "ffn", "vocab"))
 
 
-def own(name: str, model: dict[str, Any] | None = None, **sections: Any) -> Job:
+def own(name: str, model: dict[str, Any] | None = None, *overrides: str, **sections: Any) -> Job:
     return make_job(
+        *overrides,
         model={**NOT_OURS, "module": f"helpers.own_models:{name}", **(model or {})},
         data={"source": "pydoc", "seq_len": 8},
         **sections,
@@ -50,7 +51,7 @@ def own(name: str, model: dict[str, Any] | None = None, **sections: Any) -> Job:
     ],
 )
 def test_same_run(pool: RankPool, name: str, precision: str, layouts: tuple[str, ...]) -> None:
-    check(pool, own(name, precision=precision), layouts)
+    check(pool, own(name, None, ONE_PASS, precision=precision), layouts)
 
 
 def test_a_frozen_weight_is_not_trained(pool: RankPool) -> None:

@@ -37,7 +37,7 @@ def own(module: str, source: str, loss: Any = "auto", **sections: Any) -> Job:
     ],
 )
 def test_same_run(pool: RankPool, module: str, source: str, loss: Any, layouts: tuple[str, ...]) -> None:
-    check(pool, own(module, source, loss), layouts)
+    check(pool, own(module, source, loss, train={"accumulation": 1}), layouts)
 
 
 RESNET = {**NOT_OURS, "family": "resnet", "layers": 18, "vocab": 3, "args": {"width": 4, "stem": "small"}}

@@ -13,11 +13,11 @@ from weft.checkpoint.format import list_checkpoints
 from weft.checkpoint.reader import load_full
 from weft.watch.journal import read_jsonl
 
-STEPS = 40
+STEPS = 30
 JOB: dict[str, Any] = {
     "model": {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 32, "dropout": 0.1, "tied": True},
     "data": {"seq_len": 16, "record_ids": True},
-    "train": {"steps": STEPS, "global_batch": 8, "microbatch": 2, "eval_every": 15, "eval_batches": 1, "ema": 0.9},
+    "train": {"steps": STEPS, "global_batch": 8, "microbatch": 2, "eval_every": 12, "eval_batches": 1, "ema": 0.9},
     "optim": {"lr": 3e-3, "eps": 1e-6},
     "checkpoint": {"every": 10},
     "parallel": {"dp_shard": 2, "zero": 2},
@@ -31,7 +31,7 @@ def test_run_with_faults_is_bit_identical(tmp_path: Path) -> None:
     """Killed: a rank, rank 0, the supervisor. Stopped: a rank. Then one sleeps in the middle of a step."""
     write_job(tmp_path, **JOB)
     assert weft(tmp_path, "train", "job.yaml", "name=calm", "--no-resilient").code == 0
-    orders = [("kill", 1, 4), ("kill", 0, 10), ("supervisor", 0, 16), ("stop", 1, 22), ("sleep", 1, 31)]
+    orders = [("kill", 1, 4), ("kill", 0, 9), ("supervisor", 0, 14), ("stop", 1, 19), ("sleep", 1, 26)]
     result = run_with(tmp_path, *({"kind": kind, "rank": rank, "step": step} for kind, rank, step in orders))
     run = run_of(tmp_path, "hit")
     assert result.code == 0, result.err
@@ -70,7 +70,7 @@ def _assert_same(folder: Path, name: str, other: str) -> None:
 
 
 def test_single_rank_survives_a_kill(tmp_path: Path) -> None:
-    write_job(tmp_path, **{**JOB, "parallel": {"dp_shard": 1}, "train": {**JOB["train"], "steps": 25}})
+    write_job(tmp_path, **{**JOB, "parallel": {"dp_shard": 1}, "train": {**JOB["train"], "steps": 12}})
     assert weft(tmp_path, "train", "job.yaml", "name=calm", "--no-resilient").code == 0
     result, run = run_with(tmp_path, {"kind": "kill", "rank": 0, "step": 6}), run_of(tmp_path, "hit")
     assert result.code == 0, result.err

@@ -39,6 +39,10 @@ def forge(run: RunDir, change: Change) -> None:
 
 def test_the_metadata_of_a_good_checkpoint_is_accepted(run: RunDir) -> None:
     assert saved_job(newest(run), load_job(str(run.job))).model.dim == 16
+    for path in run.checkpoints.glob("*/manifest.json"):
+        path.write_text("{}")
+    with pytest.raises(JobError, match=r"train it first; step-\d+ is damaged: manifest\.json is not a manifest"):
+        newest(run)
 
 
 def test_a_module_in_a_checkpoint_is_not_imported(run: RunDir) -> None:

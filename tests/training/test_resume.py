@@ -31,12 +31,12 @@ from helpers.self_faults import was_executed, write_orders
 from weft.job.errors import Exit
 from weft.watch.journal import read_jsonl
 
-STEPS = 40
+STEPS = 20
 JOB: dict[str, Any] = {
     "name": "run",
     "model": {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 32, "dropout": 0.1, "tied": True},
     "data": {"seq_len": 16, "record_ids": True},
-    "train": {"steps": STEPS, "global_batch": 8, "microbatch": 2, "eval_every": 20, "eval_batches": 1, "ema": 0.9},
+    "train": {"steps": STEPS, "global_batch": 8, "microbatch": 2, "eval_every": 10, "eval_batches": 1, "ema": 0.9},
     "optim": {"lr": 3e-3, "eps": 1e-6},
     "checkpoint": {"every": 5, "keep": 4},
     "parallel": {"dp_shard": 2, "zero": 2},
@@ -74,7 +74,7 @@ def killed(folder: Path, undisturbed: dict[int, float]) -> tuple[Output, Output]
     """The same run, first its launcher and then, with nobody to replace it, one of its ranks killed without warning,
     then left to finish."""
     run, chance = run_of(folder, "killed"), random.Random(7)
-    moments = chance.randint(6, 10), chance.randint(14, 20)
+    moments = chance.randint(6, 9), chance.randint(12, 15)
     train = ("-m", "weft", "train", "job.yaml", "name=killed", "checkpoint.background=false")
     orders = write_orders(folder / "first", {"kind": "launcher SIGKILL", "rank": 0, "step": moments[0]})
     assert python(folder, *train, **orders).code == -signal.SIGKILL

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.command import weft, write_job
+from helpers.command import python, write_job
+from helpers.forked_python import WITH_TWIN
 
 from weft.job.errors import JobError
 from weft.job.load import load_job
@@ -85,16 +86,17 @@ def test_the_even_sampler_is_the_same_for_a_seed() -> None:
 def test_a_job_is_tuned(tmp_path: Path) -> None:
     write_job(tmp_path, **JOB)
     command = ("tune", "job.yaml", "--over", "optim.lr=1e-4..1e-1", "--trials", "2", "--factor", "2", "--json")
-    done = weft(tmp_path, *command, "--out", "best.yaml")
+    done = python(tmp_path, "-m", "weft", *command, "--out", "best.yaml", **WITH_TWIN)
     assert done.code == 0, done.err
     assert len(os.sched_getaffinity(0)) == 1 or "up to 2 trials at a time, 1 ranks each" in done.err
     found = json.loads(done.out)
     assert [t["steps"] for t in found["trials"]] == [4, 2] and found["best"]["losses"].keys() == {"2", "4"}
     assert load_job(str(tmp_path / "best.yaml")).optim.lr == found["best"]["values"]["optim.lr"]
     folder = tmp_path / "runs" / "job-tune"
+    best = folder / f"trial-{found['best']['trial']}"
+    assert "ready after" in (best / "logs/trial.log").read_text() and "ready after" not in done.err
     assert (folder / "trials.svg").exists() and (folder / "trials.json").exists()
-    steps = [json.loads(line)["step"] for line in
-             (folder / f"trial-{found['best']['trial']}" / "metrics.jsonl").read_text().splitlines()]  # fmt: skip
+    steps = [json.loads(line)["step"] for line in (best / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3, 4]  # the second rung continued the first
 
 

@@ -21,7 +21,7 @@ from weft.planner.rules.layout_syntax import parse_layout, ranks
 from weft.verify.dryrun import DryRun, dryrun, measured_peak
 
 LLAMA: dict[str, Any] = {"family": "llama", "dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 160, "vocab": 200}
-GPT2: dict[str, Any] = {"family": "gpt2", "dim": 64, "layers": 3, "heads": 4, "ffn": 256, "vocab": 201}
+GPT2: dict[str, Any] = {"family": "gpt2", "dim": 64, "layers": 2, "heads": 4, "ffn": 256, "vocab": 201}
 VIT: dict[str, Any] = {"family": "vit", "dim": 64, "layers": 2, "heads": 4, "ffn": 128, "vocab": 10}
 MOE: dict[str, Any] = {
     **LLAMA, "experts": {"count": 4, "ffn": 48, "shared": 1, "aux_weight": 0.1, "balance": "bias", "first_dense": 1}
@@ -79,7 +79,7 @@ CASES: tuple[tuple[dict[str, Any], str, int, dict[str, Any]], ...] = (
     (LLAMA, "zero3 tp=2", 1, CODED | SGD),
     (GPT2, "1", 0, BF16 | CODED),
     (WIDE, "tp=4", 3, BF16 | SELECTIVE | ADAFACTOR),
-    (GPT2, "pp=3 tp=2 dp_shard=2", 9, BF16),
+    ({**GPT2, "layers": 3}, "pp=3 tp=2 dp_shard=2", 9, BF16),
     (GPT2, "pp2 gpipe", 1, SELECTIVE | SGD),
     (DEEP, "pp2 interleaved-1f1b", 0, BF16 | TWO_BLOCKS | ADAFACTOR),
     (LLAMA, "pp2 zbv dp_shard=2", 2, LAMB),

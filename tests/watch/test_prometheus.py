@@ -26,7 +26,8 @@ def fed(run: RunDir, target: int | str) -> PrometheusSink:
     sink.start()
     records = read_jsonl(run.metrics)
     ranks = {"busy_s": [0.1, 0.2], "wait_s": {"tp": [0.01, 0.02]}, "memory_gib": [1.0, 2.0], "data_s": [0.0, 0.0]}
-    records[-1] |= {"ranks": ranks, "gpu_power_w": 300.0, "odd name!": 1}
+    records[-1] |= {"ranks": ranks, "gpu_power_w": 300.0, "odd name!": 1, "slowest_ms": 3.0, "co2_g": 0.5}
+    records[-1]["comm_axes"] = {"tp": {"ranks": 2, "mib": 3.0, "shortest_ms": 0.5}, "damaged": 3}
     sink.feed(records, [*read_jsonl(run.events), {"event": "fault", "fault": 'a"b\n'}])
     return sink
 
@@ -38,6 +39,8 @@ def test_promtool_accepts_the_text_file(tmp_path: Path, make_run: Callable[..., 
     assert done.returncode == 0, done.stdout + done.stderr
     assert 'weft_rank_axis_wait_seconds{run="tiny",rank="1",axis="tp"} 0.02' in text
     assert f'weft_rank_peak_memory_bytes{{run="tiny",rank="1"}} {2.0 * 2**30!r}' in text
+    assert 'weft_axis_shortest_message_seconds{run="tiny",axis="tp"} 0.0005' in text
+    assert 'weft_co2_grams_total{run="tiny"} 0.5' in text
     assert metric_of("gpu_temperature_c").name == "weft_gpu_temperature_celsius"
 
 

@@ -50,13 +50,15 @@ def test_memory_tiers(tmp_path: Path, make_run: Make) -> None:
     end = {"event": "done", "step": 3, "steps_done": 2, "seconds": 9.0,
            "tiers": {"moved": moved, "updates": 2, "copy_s": 0.5, "waited_s": 0.05, "hidden": 0.9}}  # fmt: skip
     with run.events.open("a") as file:
+        file.write(json.dumps({"event": "watch_failed", "what": "prometheus", "why": "no port"}) + "\n")
         file.write(json.dumps(end) + "\n")
     page = re.sub(r"\s+", " ", words(write_report(run)))
     assert "Copied in 2 steps. 90% of the copying ran beside the computation" in page
     assert "moments host 1.5 1.5" in page and "moments host device forward 3" in page
-    assert closing_lines(run)[-1] == (
-        "states in a step: 1.5 GiB device → host, 1.5 GiB host → device; 90% of the copying ran beside the computation"
-    )
+    assert closing_lines(run)[-2:] == [
+        "states in a step: 1.5 GiB device → host, 1.5 GiB host → device; 90% of the copying ran beside the computation",
+        "prometheus failed: no port",
+    ]
 
 
 def test_text_is_escaped_and_nothing_is_fetched(tmp_path: Path, make_run: Make) -> None:

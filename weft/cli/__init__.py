@@ -28,12 +28,6 @@ from weft.cli import (
 )  # fmt: skip
 from weft.cli.common import print_json, print_stderr
 
-app = typer.Typer(
-    name="weft", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
-    help="Distributed training of neural networks with PyTorch, on any number of devices.",
-    epilog="JOB is a recipe's name (weft recipes) or a YAML file; key=value changes a field, as in train.steps=100.",
-)  # fmt: skip
-
 COMMANDS: tuple[Callable[..., None], ...] = (
     train.train, launching.launch, launching.runs, launching.attach, launching.logs, launching.stop, planning.plan,
     planning.estimate, train.prove, train.chaos, planning.dryrun, planning.calibrate, tune.tune, convert.convert,
@@ -65,16 +59,6 @@ GROUPS: dict[str, tuple[str, dict[str, Callable[..., None]]]] = {
 ALONE: dict[str, Callable[..., None]] = {"queue": queue.queue}
 """What a group does without a second word; other groups print their help."""
 
-for command in COMMANDS:
-    app.command(command.__name__.rstrip("_"))(command)
-for group_name, (help_text, members) in GROUPS.items():
-    group = typer.Typer(no_args_is_help=group_name not in ALONE, rich_markup_mode=None, help=help_text)
-    if group_name in ALONE:
-        group.callback(invoke_without_command=True)(ALONE[group_name])
-    for name, command in members.items():
-        group.command(name)(command)
-    app.add_typer(group, name=group_name)
-
 
 def _print_version(wanted: bool) -> None:
     if wanted:
@@ -84,13 +68,42 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Distributed training of neural networks with PyTorch, on any number of devices."""
+
+
+def make_app(only: str = "") -> typer.Typer:
+    """The command line, or that of one command: typer inspects every command that it is given, which takes longer than
+    some of them."""
+    commands = {command.__name__.rstrip("_"): command for command in COMMANDS}
+    one = only in commands or only in GROUPS
+    made = typer.Typer(
+        name="weft", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
+        help="Distributed training of neural networks with PyTorch, on any number of devices.",
+        epilog="JOB is a recipe's name (weft recipes) or a YAML file; key=value changes a field, as in "
+        "train.steps=100.",
+    )  # fmt: skip
+    made.callback()(options)
+    for name, command in commands.items():
+        if not one or name == only:
+            made.command(name)(command)
+    for group_name, (help_text, members) in GROUPS.items():
+        if one and group_name != only:
+            continue
+        group = typer.Typer(no_args_is_help=group_name not in ALONE, rich_markup_mode=None, help=help_text)
+        if group_name in ALONE:
+            group.callback(invoke_without_command=True)(ALONE[group_name])
+        for name, command in members.items():
+            group.command(name)(command)
+        made.add_typer(group, name=group_name)
+    return made
+
+
+app = make_app()
 
 
 def main() -> None:
@@ -105,7 +118,7 @@ def main() -> None:
     sys.stdout = stdout
     code, text = int(Exit.DONE), ""
     try:
-        code = app(prog_name="weft", standalone_mode=not as_json) or code
+        code = make_app("".join(sys.argv[1:2]))(prog_name="weft", standalone_mode=not as_json) or code
     except WeftError as error:
         code, text = int(error.exit_code), str(error)
     except KeyboardInterrupt:

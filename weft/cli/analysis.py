@@ -51,7 +51,8 @@ def diagnose(run: RunArg, as_json: AsJson = False) -> None:
     from weft.job.run_folder import find_run
     from weft.watch.diagnose.diagnose import diagnose, sentences
 
-    findings, found = diagnose(find_run(run))
+    # a refused launch has no job.yaml
+    findings, found = diagnose(find_run(run, files=("job.yaml", "events.jsonl")))
     if as_json:
         print_json({"findings": [finding.to_json() for finding in findings]})
     else:

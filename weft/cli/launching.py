@@ -69,11 +69,11 @@ def runs(runs_dir: RunsDir = "runs", as_json: AsJson = False) -> None:
 
 
 def attach(run: RunArg, runs_dir: RunsDir = "runs") -> None:
-    """Follow a launched run from here on. Returns its exit code."""
-    from weft.launch.launch_job import find_launch, follow
+    """Follow a launched run from here on. Returns its exit code; Ctrl-C leaves the run alone."""
+    from weft.launch.launch_job import attach, find_launch
 
     clean_up_on_interrupt()
-    raise typer.Exit(follow(find_launch(run, runs_dir), print_stderr))
+    raise typer.Exit(attach(find_launch(run, runs_dir), print_stderr))
 
 
 def logs(

@@ -231,6 +231,8 @@ def _export_metrics(run: str, tracker: str, out: Path | None, as_json: bool) -> 
     from weft.watch.trackers.sink import export_to_tracker
 
     folder = find_run(run)
+    if out is not None and tracker != "tensorboard":
+        raise JobError(f"--out is for tensorboard; leave it out with --to {tracker}, which has a place of its own")
     if out is None and tracker == "tensorboard":
         out = folder.path / "tensorboard"
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -238,8 +240,7 @@ def _export_metrics(run: str, tracker: str, out: Path | None, as_json: bool) -> 
     job = load_job(str(folder.job))
     check_trackers(job.model_copy(update={"watch": job.watch.model_copy(update={"trackers": [tracker]})}))
     clean_up_on_interrupt()
-    steps = export_to_tracker(folder, job, tracker, out)
-    where = str(out) if out is not None else tracker
+    steps, where = export_to_tracker(folder, job, tracker, out)
     if as_json:
         print_json({"path": where, "steps": steps})
     else:

@@ -86,7 +86,7 @@ def read_catalog(path: Path | str) -> Catalog:
     if not path.is_file():
         raise JobError(f"cluster.catalog={str(path)!r}: no such file")
     try:
-        raw = _safe_load(path.read_text(encoding="utf-8")) or {}
+        raw = safe_load(path.read_text(encoding="utf-8")) or {}
     except UnicodeDecodeError as error:
         raise JobError(f"cluster.catalog={str(path)!r} is not UTF-8 text: {error.reason}") from None
     except yaml.YAMLError as error:
@@ -114,7 +114,7 @@ def read_catalog(path: Path | str) -> Catalog:
     )
 
 
-def _safe_load(text: str) -> Any:
+def safe_load(text: str) -> Any:
     """yaml.safe_load, by libyaml where it is available: the catalog is read by every command."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
     try:

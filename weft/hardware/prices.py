@@ -6,14 +6,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from weft.hardware.catalog import safe_load
 from weft.job.errors import JobError
 
 
 @cache
 def _prices() -> dict[str, Any]:
-    return dict(yaml.safe_load((Path(__file__).parent / "prices.yaml").read_text(encoding="utf-8")))
+    return dict(safe_load((Path(__file__).parent / "prices.yaml").read_text(encoding="utf-8")))
 
 
 def clouds() -> dict[str, dict[str, list[float | None]]]:

@@ -92,6 +92,13 @@ class Cluster(LaunchSettings):
         found = re.fullmatch(r"(\d+)\.\.(\d+)", value["nodes"]) if _has_text_nodes(value) else None
         return {**value, "nodes": int(found[1]), "max_nodes": int(found[2])} if found else value
 
+    @field_validator("nodes", mode="before")
+    @classmethod
+    def _check_nodes(cls, value: Any) -> Any:
+        if isinstance(value, str) and ".." in value:
+            raise ValueError("must be a number, or a range such as 2..8")
+        return value
+
     @field_validator("max_nodes")
     @classmethod
     def _check_range(cls, value: int | None, info: ValidationInfo) -> int | None:

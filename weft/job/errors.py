@@ -1,6 +1,7 @@
 """User-facing errors, each with the exit code of the command line."""
 
 from enum import IntEnum
+from pathlib import Path
 
 
 class Exit(IntEnum):
@@ -51,3 +52,9 @@ class HangError(WeftError):
     """A collective timed out because a rank did not arrive."""
 
     exit_code = Exit.HANG
+
+
+def check_output_file(path: Path, what: str, example: str) -> None:
+    """Refuse to replace a device, a folder or anything else that is not a regular file."""
+    if path.exists() and not path.is_file():
+        raise JobError(f"{what} {path} exists and is not a regular file; name a new file such as {example}")

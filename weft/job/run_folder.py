@@ -82,10 +82,10 @@ class RunDir:
         return self.shared(to) / "checkpoints"
 
 
-def find_run(name: str, runs_dir: str = "runs") -> RunDir:
-    """The run of a RUN argument: a folder, or a name below runs_dir."""
+def find_run(name: str, runs_dir: str = "runs", files: tuple[str, ...] = ("job.yaml",)) -> RunDir:
+    """The run of a RUN argument: a folder with one of these files, or a name below runs_dir."""
     for path in (Path(name), Path(runs_dir) / name):
-        if (path / "job.yaml").is_file():
+        if any((path / file).is_file() for file in files):
             return RunDir(path)
     known = [p.parent.name for p in Path(runs_dir).glob("*/job.yaml")]
     near = difflib.get_close_matches(name, known, n=1)

@@ -96,6 +96,7 @@ def limits(*fields: str, valid: Callable[[Any], bool], must: str) -> Any:
     return field_validator(*fields)(classmethod(check))
 
 
+@functools.cache
 def field_docs(section: type[Section]) -> dict[str, str]:
     """The docstrings below the fields of a section and of the sections it inherits from."""
     docs: dict[str, str] = {}

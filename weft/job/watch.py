@@ -57,7 +57,11 @@ class AlertTarget(Section):
         given = [name for name in ("command", "webhook", "mail") if getattr(self, name)]
         if len(given) != 1:
             raise ValueError("must have exactly one of command, webhook and mail")
-        if set(shlex.split(self.command)) & SHELL_WORDS:
+        try:
+            words = shlex.split(self.command)
+        except ValueError:
+            raise ValueError(f"must have a command whose quotes are closed, not {self.command!r}") from None
+        if set(words) & SHELL_WORDS:
             raise ValueError(f"must have a command without shell operators, or: command: sh -c {self.command!r}")
         if self.webhook and not self.webhook.startswith(("http://", "https://", "$")):
             raise ValueError(f"must have an http or https address or $NAME as webhook, not {self.webhook!r}")

@@ -30,6 +30,8 @@ from weft.planner import RUNNABLE, Plan, check, check_fits
 from weft.planner.make_plan import best_plan, start_plan
 
 POLL_S = 0.2
+ATTACH_LINES = 20
+"""Lines of the earlier output that `weft attach` prints."""
 ACTIVE = (JobState.QUEUED, JobState.RUNNING)
 
 
@@ -103,12 +105,30 @@ def _remove_files(run: RunDir, folder: Path, files: Iterable[str]) -> None:
         run.path.parent.rmdir()
 
 
-def follow(
-    record: LaunchRecord, log: Callable[[str], None], offset: int = 0, meanwhile: Callable[[], None] = lambda: None
-) -> int:
-    """Print the output of a launched run until it ends. Returns its exit code; Ctrl-C is handled as the target says.
+def attach(record: LaunchRecord, log: Callable[[str], None]) -> int:
+    """Print the last lines of a launched run, and follow it until it ends. Returns its exit code; Ctrl-C only ends the
+    printing."""
+    target, offset, end = find_target(record.target), 0, b""
+    while True:
+        data, offset = target.output(record, offset)
+        if not data:
+            break
+        end = b"".join((end + data).splitlines(keepends=True)[-ATTACH_LINES:])
+    _write(end)
+    return follow(record, log, offset, own=False)
 
-    `meanwhile` is called repeatedly.
+
+def follow(
+    record: LaunchRecord,
+    log: Callable[[str], None],
+    offset: int = 0,
+    meanwhile: Callable[[], None] = lambda: None,
+    own: bool = True,
+) -> int:
+    """Print the output of a launched run until it ends. Returns its exit code.
+
+    Ctrl-C interrupts processes that this command has started (`own`); other runs continue. `meanwhile` is called
+    repeatedly.
     """
     target = find_target(record.target)
     waiting = False
@@ -124,7 +144,7 @@ def follow(
             meanwhile()
             time.sleep(POLL_S)
         except KeyboardInterrupt:
-            if not isinstance(target, ProcessTarget):
+            if not own or not isinstance(target, ProcessTarget):
                 log(f"the run continues as {record.target} job {record.job_id}: weft attach, logs and stop work on it")
                 return int(Exit.INTERRUPTED)
             target.interrupt(record)
@@ -142,8 +162,12 @@ def _print_output(target: Target, record: LaunchRecord, offset: int) -> int:
         data, offset = target.output(record, offset)
         if not data:
             return offset
-        sys.stderr.buffer.write(data)
-        sys.stderr.buffer.flush()
+        _write(data)
+
+
+def _write(data: bytes) -> None:
+    sys.stderr.buffer.write(data)
+    sys.stderr.buffer.flush()
 
 
 def stop(record: LaunchRecord, log: Callable[[str], None], kill: bool, timeout_s: float) -> int:

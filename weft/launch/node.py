@@ -20,6 +20,7 @@ from weft.launch.run_files import write_job_and_plan
 from weft.launch.train import check_store, finish, prepare
 from weft.planner.make_plan import start_plan
 from weft.planner.plan import AXES
+from weft.supervisor.failure_report import keep_lines, record_failure
 from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER
 from weft.supervisor.nodes.node_address import NodeAddress
 from weft.supervisor.process_manager import run_supervised
@@ -83,8 +84,12 @@ def start_node(
             write_job_and_plan(run, job, plan)
         where = json.dumps({**asdict(place), "slots": slots})
         supervisor = ("weft.supervisor.nodes.node_supervisor", where)
+        lines: list[str] = []
         with following(run, job, log) if place.node == 0 else nullcontext():
-            code = run_supervised(run, slots, job.resilience.spares, lock, log, supervisor, str(place.node))
+            kept = keep_lines(log, lines)
+            code = run_supervised(run, slots, job.resilience.spares, lock, kept, supervisor, str(place.node))
+            if place.node == 0:
+                record_failure(run, code, lines)
     if code == KILLED_BY_USER:
         log("stopped without saving; start the same command again to resume from the last checkpoint")
         return int(Exit.INTERRUPTED)

@@ -19,6 +19,7 @@ import threading
 import time
 from typing import Any
 
+from weft.hardware.pod_environment import export_node_variables
 from weft.hardware.probe import probe
 from weft.hardware.rank_environment import rank_info
 from weft.job.errors import WeftError
@@ -41,7 +42,7 @@ dist.destroy_process_group()
 
 
 def node_number() -> int:
-    """The number of this node, from the variables of ssh, Slurm or MPI."""
+    """The number of this node, from the variables of ssh, Slurm, MPI, Ray or a pod."""
     found = next((os.environ[name] for name in NODE_VARIABLES if name in os.environ), None)
     return rank_info().rank if found is None else int(found)
 
@@ -103,6 +104,7 @@ def clock_difference(address: str, port: int) -> float:
 
 
 def main() -> int:
+    export_node_variables()
     folder, count, node = as_path(sys.argv[1]), int(sys.argv[2]), node_number()
     try:
         check_access(folder, "checkpoint.to")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import json
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -27,6 +26,7 @@ from weft.planner.memory.disk_space import check_checkpoint_space
 from weft.planner.ranks import shares_devices
 from weft.server.launcher import launch_server_run
 from weft.server.rendezvous import prepare_rendezvous
+from weft.supervisor.failure_report import keep_lines, read_failure, record_failure
 from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER, launch
 from weft.supervisor.process_manager import run_supervised
 from weft.supervisor.run_lock import RunLock, run_lock
@@ -75,11 +75,13 @@ def start(
             keep_earlier_run(run, log)
         files = RunFiles(run, lock.created)
         files.write(job, plan)
+        lines: list[str] = []
         with following(run, job, log):
             try:
-                code = start_processes(run, job, plan, lock, resilient, log)
+                code = start_processes(run, job, plan, lock, resilient, keep_lines(log, lines))
             finally:
                 restore_limits(run)
+            record_failure(run, code, lines)
             if code in CLEAN_EXITS:
                 finish(run, log)
         if code == Exit.JOB:  # only the ranks could find the mistake
@@ -135,13 +137,16 @@ def join(job: Job, log: Callable[[str], None] = print) -> int:
                 files.write(job, plan)
             with following(run, job, log) if rank == 0 else nullcontext():
                 code = run_rank(run, job, plan, signals)
+                cause = read_failure(run.logs / f"failure-{rank}.json") if code not in CLEAN_EXITS else None
+                failed = f"rank {rank} {cause['position']}: {cause['kind']}: {cause['message']}" if cause else ""
+                if rank == 0:
+                    record_failure(run, code, [failed] if failed else [])
             if code == Exit.JOB:
                 files.undo()
     finally:
         signals.restore()
-    if (failure := run.logs / f"failure-{rank}.json").is_file() and code not in CLEAN_EXITS:
-        cause = json.loads(failure.read_text(encoding="utf-8"))
-        log(f"rank {rank} {cause['position']}: {cause['kind']}: {cause['message']}")
+    if failed:
+        log(failed)
     elif rank == 0:
         finish(run, log)
     return code

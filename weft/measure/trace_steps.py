@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from weft.job.errors import check_output_file
 from weft.job.schema import Job
 from weft.measure.short_run import short_run, take_steps
 from weft.training.session import Session
@@ -27,7 +27,8 @@ def trace_job(
 ) -> tuple[int, Path, dict[str, Any]]:
     """Trace steps of a job in a run of its own, runs/NAME-trace. Returns exit code, file and summary."""
     file = (out or Path(job.runs_dir) / (job.name + SUFFIX) / "trace.json").absolute()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints lines of its own
+    for path in (file, summary_path(file)):
+        check_output_file(path, "--out", "trace.json")
     worker = ("weft.measure.trace_steps", str(steps), str(file))
     code, run, _ = short_run(job, nproc, SUFFIX, WARMUP_STEPS + steps, report, worker)
     if code:

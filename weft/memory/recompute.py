@@ -52,19 +52,28 @@ def recomputed_units(
     return dict.fromkeys(chosen, "full")
 
 
-def recompute(block: nn.Module, option: str = "full") -> None:
+def recompute_all(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The policy of a block of which nothing but its input is saved."""
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recompute(block: nn.Module, option: str = "full", functions: bool = False) -> None:
     """Make a block recompute its activations: all (full: Chen et al. 2016), or all but the most expensive (selective).
 
     Names and parameters do not change. The random state is restored for users' modules; Weft's dropout needs none.
+    `functions`: the block has autograd functions. torch.compile before torch 2.12 saves what operators inside them make
+    (pytorch#177396), unless a policy names what is recomputed.
     """
     forward = block.forward
     context: dict[str, Any] = {}
     if option == "selective":
         context["context_fn"] = partial(selective_contexts, selective_policy)
+    compiled = {"context_fn": partial(selective_contexts, recompute_all)} if functions and not context else context
 
     def again(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **context, **kwargs)
+        how = compiled if torch.compiler.is_compiling() else context
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **how, **kwargs)
 
     block.forward = again

@@ -36,7 +36,7 @@ class Rounding:
 
     key: int
     rows: Tensor
-    """The number of each row of the shard, all dims but the last counted as rows, in the whole weight."""
+    """The number of each row of the shard (numbers_of_rows)."""
     first_column: int
     columns: int
     """Of the whole weight."""
@@ -57,16 +57,22 @@ def _keys(rounding: Rounding | None) -> tuple[Tensor, int, int, int, int] | None
     return None if rounding is None else rounding.keys
 
 
-def rounding_of(seed: int, step: int, name: str, kind: str, weight: Tensor, first_row: int, rows: int) -> Rounding:
-    """The random numbers for some rows of a state of a weight, of which this rank has a shard."""
-    digest = blake2b(f"{seed}/{step}/{name}/{kind}".encode(), digest_size=8).digest()
+def numbers_of_rows(weight: Tensor, first_row: int, rows: int) -> Tensor:
+    """The numbers in the whole weight of some rows of this rank's shard, all dims but the last counted as rows."""
     shard = shard_of(weight)
     index = torch.zeros((), dtype=torch.int64, device=weight.device)
     for dim, (offset, size) in enumerate(zip(shard.offset[:-1], shard.size[:-1], strict=True)):
         begin, count = (offset + first_row, rows) if dim == 0 else (offset, size)
         places = torch.arange(begin, begin + count, device=weight.device)
         index = index[..., None] * shard.shape[dim] + places
-    return Rounding(int.from_bytes(digest, "little", signed=True), index.reshape(-1), shard.offset[-1], shard.shape[-1])
+    return index.reshape(-1)
+
+
+def rounding_of(seed: int, step: int, name: str, kind: str, weight: Tensor, numbers: Tensor) -> Rounding:
+    """The random numbers for the rows of a state of a weight with these numbers."""
+    digest = blake2b(f"{seed}/{step}/{name}/{kind}".encode(), digest_size=8).digest()
+    shard = shard_of(weight)
+    return Rounding(int.from_bytes(digest, "little", signed=True), numbers, shard.offset[-1], shard.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -121,12 +127,12 @@ def _from_bf16(stored: Tensor, values: Tensor) -> None:
     values.copy_(stored)
 
 
-def _to_byte(values: Tensor, stored: Tensor, random: Tensor | None) -> None:
+def _to_byte(values: Tensor, stored: Tensor, rounding: Rounding | None = None) -> None:
     stored.copy_(values >> 8)
 
 
 def _from_byte(stored: Tensor, values: Tensor) -> None:
-    values.copy_(stored.to(torch.int16) << 8)
+    values.copy_(stored).bitwise_left_shift_(8)
 
 
 def _blocks(columns: int) -> int:
@@ -200,7 +206,10 @@ def _bf16_kernel(values: Tensor, stored: Tensor, rounding: Rounding | None) -> N
 
 
 BF16 = StateCodec(torch.bfloat16, lambda shape: shape, _to_bf16, _from_bf16, encode_kernel=_bf16_kernel)
-LOW_BYTE = StateCodec(torch.int8, lambda shape: shape, _to_byte, _from_byte, torch.int16)
+LOW_BYTE = StateCodec(
+    torch.int8, lambda shape: shape, lambda values, stored, random: _to_byte(values, stored), _from_byte, torch.int16,
+    encode_kernel=_to_byte, decode_kernel=_from_byte,
+)  # fmt: skip
 """The upper byte of a low half, after round_to_24_bits_()."""
 EIGHT_BITS = {kind: _eight_bits(kind) for kind in LEVELS}
 

@@ -107,9 +107,11 @@ class StateHomes:
                 self.wholes[place] = torch.zeros(whole, dtype=state.stored_dtype, device=self.mesh.device)
             if home != "device":
                 piece.streamed.append(state)
-        new = [place for place in host if place not in taken]
         self.wholes |= taken
-        self.wholes |= dict(zip(new, allocate_host([host[n] for n in new], self.mesh.device, self), strict=True))
+        for low in (True, False):  # the first copies of low halves are freed before the rest is allocated
+            new = [place for place in host if place not in taken and (place[1] == "low") == low]
+            self.wholes |= dict(zip(new, allocate_host([host[n] for n in new], self.mesh.device, self), strict=True))
+            self._take_low_halves()
         for _, state in found:
             if (place := (state.part.name, state.kind)) in host:
                 state.host = state.part.of(self.wholes[place])
@@ -117,6 +119,16 @@ class StateHomes:
                 state.bind(state.part.of(self.wholes[place]))
         sizes = [[s.bytes for s in p.disk] for p in self.pieces]
         return DiskStates.make(disk, self.mesh.rank, sizes, self.mesh.device)
+
+    @torch.no_grad()
+    def _take_low_halves(self) -> None:
+        """Move low halves to their homes, where they are stored as they are."""
+        for name, low in list(self.low_halves.items()):
+            home = self.wholes.get((name, "low"))
+            if home is not None and (home.shape, home.dtype) == (low.shape, low.dtype):
+                if home is not low:
+                    home.copy_(low)
+                del self.low_halves[name]
 
     def _is_home(self, low: Tensor) -> bool:
         """Whether a low half is where it can stay."""
@@ -126,7 +138,7 @@ class StateHomes:
     def _fill(self) -> None:
         """Take over the low halves and the averages."""
         for name, master in self.master_params.items():
-            if self.split:
+            if name in self.low_halves:
                 self._write_low(name, self.low_halves.pop(name))
             if name in self.ema.averages:
                 self.wholes[name, "ema"].copy_(self.master(name))
@@ -134,8 +146,6 @@ class StateHomes:
 
     def _write_low(self, name: str, low: Tensor) -> None:
         """Set a low half; one of a single byte is as it is stored."""
-        if self.wholes.get((name, "low")) is low:
-            return
         if low.dtype != torch.int8:
             self.write(name, "low", low)
             return

@@ -29,7 +29,7 @@ from weft.optim.backward_updates import PendingUpdate, UnitsInBackward
 from weft.optim.build_optimizers import Optimizers, Params
 from weft.optim.ema import Ema
 from weft.optim.pieces import Home, Piece, PlacedState, WeightSlice, cut_pieces
-from weft.optim.state_codecs import Rounding, round_to_24_bits_, rounding_of
+from weft.optim.state_codecs import Rounding, numbers_of_rows, round_to_24_bits_, rounding_of
 from weft.optim.state_homes import StateHomes
 from weft.optim.state_stream import KINDS, StateStream
 from weft.optim.weight_homes import WeightHomes
@@ -72,6 +72,8 @@ class StreamedOptimizers(Optimizers):
         self.pending: PendingUpdate | None = None
         self.updates = 0
         """Steps that were applied to all weights."""
+        self.row_numbers: dict[str, Tensor] = {}
+        """Of each slice of a weight whose states are rounded at random."""
         self.weights = WeightHomes(model, mesh, tiering.split, make_weight_copies(mesh.device))
         self.pieces = cut_pieces(
             optim, model, is_block, units, mesh, tiering.shares, tiering.split, tiering.piece_elements,
@@ -221,8 +223,10 @@ class StreamedOptimizers(Optimizers):
     def _rounding(self, part: WeightSlice, kind: str, step: int) -> Rounding:
         """Random numbers for the elements of a state."""
         weight = self.master_params[part.name]
-        rows = len(local_of(weight)) if part.end is None else part.end - part.first
-        return rounding_of(self.tiering.seed, step, part.name, kind, weight, part.first, rows)
+        if part.key not in self.row_numbers:
+            rows = len(local_of(weight)) if part.end is None else part.end - part.first
+            self.row_numbers[part.key] = numbers_of_rows(weight, part.first, rows)
+        return rounding_of(self.tiering.seed, step, part.name, kind, weight, self.row_numbers[part.key])
 
     def settle(self) -> None:
         """Apply what is left of the last step, and wait until all states are at home."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from itertools import pairwise
 
 import torch
@@ -22,7 +21,6 @@ from weft.memory import Fp8Codec, Fp8HostOffload, HostOffload, recompute, recomp
 from weft.memory.split_master import split_parameters
 from weft.memory.weight_stream import WeightStream, streamed_units
 from weft.mesh import TOWER_AXES, Mesh, ranks_of_a_node
-from weft.models.init import initialise
 from weft.models.kernel_internals import allow_variants
 from weft.models.vision.batch_norm import connect_batch_norms
 from weft.parallel.context.attention import Context, split_context
@@ -50,6 +48,7 @@ from weft.parallel.tensor_layers import TensorSplit
 from weft.parallel.towers.sample_exchange import SampleExchange
 from weft.parallel.towers.tower_call import TowerCall
 from weft.parallel.towers.tower_model import TowerModel
+from weft.parallel.units import aliases_of, find_units, materialise, members, same_everywhere
 from weft.planner.plan import Plan
 from weft.planner.schedules.registry import make_schedule
 from weft.precision import COMPUTE_DTYPES
@@ -79,7 +78,7 @@ def parallelize(
         model.stage_units = own.units  # type: ignore[assignment]
         with torch.no_grad():
             for value in (*model.parameters(), *model.buffers()):
-                value.copy_(_same_everywhere(value.to(mesh.device), mesh))
+                value.copy_(same_everywhere(value.to(mesh.device), mesh))
     split = plan.split if own is None else ()  # that of a module counts its parts with weights
     recomputed = recomputed_units(list(find_units(model)), plan.recompute, plan.pp * plan.virtual_stages, split)
     if plan.activations != "exact" and not find_units(model):
@@ -112,14 +111,8 @@ def parallelize(
     cut = plan.tp if plan.sequence else 1
     at_once = frozenset(i for i, stage in stages.items() if recomputed.keys() & find_units(stage.module).keys())
     load.watch(*(stage.module for stage in stages.values()))
-    ties = own.ties if own is not None else dict.fromkeys(_aliases(model).values(), (0, schedule.stages - 1))
+    ties = own.ties if own is not None else dict.fromkeys(aliases_of(model).values(), (0, schedule.stages - 1))
     return Pipelined(stages, schedule, pp, mesh.device, COMPUTE_DTYPES[plan.precision], cut, load, at_once, ties)
-
-
-def _aliases(model: nn.Module) -> dict[str, str]:
-    """Other names of tied weights."""
-    found: dict[str, str] = getattr(model, "aliases", {})
-    return found
 
 
 def spread_towers(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, summed: bool) -> TowerModel:
@@ -127,7 +120,7 @@ def spread_towers(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, summed: b
     taken by a module that moves samples to its ranks and vectors back."""
     with torch.no_grad():
         for value in (*model.parameters(), *model.buffers()):
-            value.copy_(_same_everywhere(value.to(mesh.device), mesh))
+            value.copy_(same_everywhere(value.to(mesh.device), mesh))
     towers = []
     for row in plan.towers:
         name = row["name"]
@@ -206,7 +199,7 @@ def spread_stage(
             run_in_chunks(unit, context, plan.chunk, plan.tp if plan.sequence else 1, offload)
         elif prefix:
             if prefix in recomputed:
-                recompute(unit, recomputed[prefix])
+                recompute(unit, recomputed[prefix], functions=fp8 is not None)
             if plan.compile:
                 compile_around(modules)
                 compile_parts(unit, ("forward",))
@@ -246,7 +239,7 @@ def spread_stage(
     connect_batch_norms(model, _replica_axes(mesh, plan))
     model.sample_axes = _sample_axes(mesh, plan)  # type: ignore[assignment]
     names = dict(model.named_parameters())
-    aliases = {n: of for n, of in _aliases(model).items() if of not in names}
+    aliases = {n: of for n, of in aliases_of(model).items() if of not in names}
     aliases |= {n: n for n in getattr(model, "borrowed", ())}
     frozen: dict[str, Tensor] = {aliases.get(n, n): p for n, p in names.items() if not p.requires_grad}
     made = SpreadModel(model, data, tp, partial, replicated, frozen, aliases, DelayedScales(model, mesh))
@@ -313,75 +306,5 @@ def _refuse_scalars(unit: nn.Module) -> None:
             raise JobError(f"the parameter {name} has no dimension to cut; give it the shape [1], or use dp_replicate")
 
 
-def find_units(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that are spread one by one: those the model names, else the members of its lists of layers."""
-    if (names := getattr(model, "stage_units", None)) is not None:
-        return {n: model.get_submodule(n) for n in names}
-    pattern = getattr(model, "units", None)
-    if isinstance(pattern, str):
-        return {
-            n: m for n, m in model.named_modules() if fnmatchcase(n, pattern) and n.count(".") == pattern.count(".")
-        }
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        inside = any(name == n or name.startswith(f"{n}.") for n in found)
-        if isinstance(module, nn.ModuleList | nn.Sequential) and not inside:
-            for key, child in module.named_children():
-                callable_ = not isinstance(child, nn.ModuleList | nn.ModuleDict)  # FSDP2 needs a forward to hook
-                if callable_ and any(True for _ in child.parameters()) and not _shares_parameters(model, child):
-                    found[f"{name}.{key}" if name else key] = child
-    return found
-
-
-def _shares_parameters(model: nn.Module, child: nn.Module) -> bool:
-    inside = {id(p) for p in child.parameters()}
-    modules = {id(m) for m in child.modules()}
-    return any(id(p) in inside for m in model.modules() if id(m) not in modules for p in m.parameters(recurse=False))
-
-
 def _can_cut_sequence(model: nn.Module) -> bool:
     return "sequence" in set(getattr(model, "parts", {}).values())
-
-
-def members(model: nn.Module, prefix: str, skip: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
-    """The modules at and below `prefix`, without those at and below the paths in `skip`."""
-
-    def below(name: str, path: str) -> bool:
-        return not path or name == path or name.startswith(path + ".")
-
-    return [(n, m) for n, m in model.named_modules() if below(n, prefix) and not any(below(n, s) for s in skip)]
-
-
-@torch.no_grad()
-def materialise(
-    model: nn.Module, modules: list[tuple[str, nn.Module]], mesh: Mesh, seed: int, dtype: torch.dtype
-) -> None:
-    """Give the modules' parameters values on this rank's device; tied parameters stay tied. Frozen weights of Weft's
-    own models are stored in the compute dtype."""
-    made: dict[int, nn.Parameter] = {}
-    staged = hasattr(model, "stage")  # its ranks hold other weights, which were the same before it was cut
-    described = any(p.is_meta for _, m in modules for p in m.parameters(recurse=False))  # one of Weft's own
-    for path, module in modules:
-        for key, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(param) not in made:
-                value = param.detach()
-                if param.is_meta:
-                    value = torch.empty(param.shape, dtype=torch.float32, device=mesh.device)
-                    name = f"{path}.{key}"
-                    name = _aliases(model).get(name, name)
-                    initialise(name, value, model, seed, first=getattr(module, "first", 0))
-                    value = value if param.requires_grad else value.to(dtype)
-                else:
-                    value = value.to(mesh.device) if staged else _same_everywhere(value.to(mesh.device), mesh)
-                made[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
-            module.register_parameter(key, made[id(param)])
-        for key, buffer in module.named_buffers(recurse=False):
-            value = buffer.to(mesh.device)
-            module._buffers[key] = value if described or staged else _same_everywhere(value, mesh)
-
-
-def _same_everywhere(value: Tensor, mesh: Mesh) -> Tensor:
-    if mesh.everyone is not None:
-        value = value.contiguous()
-        dist.broadcast(value, group=mesh.everyone.group, group_src=0)
-    return value

@@ -14,7 +14,7 @@ from weft.job.schema import Job
 from weft.planner.calibration import Calibration
 from weft.planner.memory.engine_memory import EngineMemory, Place
 from weft.planner.memory.framework_memory import framework_memory, stage_memory
-from weft.planner.memory.tiers import fetched_weights, moved_per_parameter
+from weft.planner.memory.tiers import coded_states, fetched_weights, moved_per_parameter
 from weft.planner.model.cluster_facts import ClusterFacts, cluster_facts
 from weft.planner.model.counts import count_parameters
 from weft.planner.model.model_facts import ModelFacts, model_facts
@@ -23,7 +23,7 @@ from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts
 from weft.planner.time.measured_device import step_seconds
 from weft.planner.time.step import Estimates, estimate
-from weft.planner.time.streaming import Links, streamed_step_s
+from weft.planner.time.streaming import CODED_STATE_NS, Links, streamed_step_s
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ class Estimator:
         assert self.engine is not None
         job, plan = self.engine.job, self.engine.plan
         counts = count_parameters(job.model)
-        if not (plan.offloads_states or plan.away) or counts is None:
+        coded = coded_states(job, plan)
+        if not (plan.offloads_states or plan.away or coded) or counts is None:
             return made
         cut = layouts.tp * layouts.pp * np.where(layouts.dp_shard > 1, layouts.dp_shard * layouts.cp, 1)
         moved = {home: counts.total / cut * size for home, size in moved_per_parameter(job, plan).items()}
@@ -99,6 +100,7 @@ class Estimator:
         seconds = streamed_step_s(
             made.step_time_s, forward, moved["host"], moved["disk"], plan.stream_gib * GIB, links, fetched
         )
+        seconds = seconds + coded * CODED_STATE_NS[plan.device] * 1e-9 * counts.total / cut
         return replace(made, copies=seconds - made.step_time_s)
 
     def _times(self, layouts: Layouts, memory: dict[str, NDArray[np.float64]]) -> Estimates:

@@ -21,7 +21,7 @@ from weft.job.schema import Job
 from weft.mesh import Mesh, local_device
 from weft.models.build_model import build_model
 from weft.optim.build_optimizers import Optimizers, build_optimizers
-from weft.parallel.apply import find_units
+from weft.parallel.units import find_units
 from weft.planner.plan import Plan
 from weft.planner.sync import one_replica
 from weft.server.connections import Connections

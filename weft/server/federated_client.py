@@ -30,7 +30,7 @@ from weft.server.privacy import noise_generator
 from weft.server.secure_aggregation import SecureClient
 from weft.server.update_checks import norm
 from weft.server.worker import Worker
-from weft.training.build import make_optimizers
+from weft.training.build import make_optimizers, units_of
 from weft.training.step import Gradients
 
 
@@ -134,7 +134,7 @@ def _several(worker: Worker, task: dict[str, Any], figures: dict[str, list[float
     spread_model, optim = stepper.state.model, job.optim
     worker.version = None  # the weights are about to change
     before = {n: local_of(m.detach()).clone() for n, m in spread_model.master_params.items()}
-    optimizers = stepper.state.optimizers = make_optimizers(job, spread_model, stepper.mesh)
+    optimizers = stepper.state.optimizers = make_optimizers(job, spread_model, stepper.mesh, units_of(job))
     if carries:
         _begin_from(optimizers, worker.server("").request({"do": "read", "what": "all"})[1])
     # the clipping threshold is set for the mean over all clients, whose noise is smaller by sqrt(parts)

@@ -10,6 +10,10 @@ from typing import Any
 
 from weft.job.errors import Exit
 from weft.job.run_folder import RunDir
+from weft.watch.journal import Journal
+from weft.watch.run_tail import LineTail
+
+LAST_RECORDS_BYTES = 1 << 16
 
 
 def explain_failure(run: RunDir, codes: list[int], first: int, silent: list[int], log: Callable[[str], None]) -> int:
@@ -42,6 +46,28 @@ def explain_failure(run: RunDir, codes: list[int], first: int, silent: list[int]
     log(f"{_rank_name(cause)} failed in {cause['where']}: {cause['kind']}: {cause['message']}")
     log(f"traceback: {_log_path(run, cause['rank'])}; start the same command again to resume")
     return int(cause["code"])
+
+
+def keep_lines(log: Callable[[str], None], lines: list[str]) -> Callable[[str], None]:
+    """A log function that also appends to `lines`."""
+
+    def keep(text: str) -> None:
+        lines.append(text)
+        log(text)
+
+    return keep
+
+
+def record_failure(run: RunDir, code: int, lines: list[str]) -> None:
+    """Write the event `failed` after the last lines of a run that ended with an error; a diverged run has its own."""
+    if code in (Exit.DONE, Exit.PREEMPTED, Exit.INTERRUPTED, Exit.DIVERGED) or code < 0 or not run.path.is_dir():
+        return
+    sentences = [line for line in lines if not line.startswith(("log: ", "traceback: "))]
+    why = sentences[-1].removeprefix("weft: ") if sentences else f"the run ended with code {code}"
+    with Journal(run) as journal:
+        size = run.metrics.stat().st_size
+        last = LineTail(run.metrics, max(0, size - LAST_RECORDS_BYTES)).read()[-1:]
+        journal.event("failed", step=last[0].get("step") if last else 0, code=code, why=why)
 
 
 def _explain_silent(run: RunDir, waiter: dict[str, Any], silent: list[int], log: Callable[[str], None]) -> int:

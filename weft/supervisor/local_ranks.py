@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from typing import BinaryIO
 
 from weft.hardware.network import use_loopback
 from weft.job.errors import Exit
@@ -65,17 +66,18 @@ def launch(run: RunDir, world: int, lock: RunLock, log: Callable[[str], None], w
 @contextmanager
 def rank_processes(
     run: RunDir, world: int, lock: RunLock, signals: SignalForwarder, log: Callable[[str], None],
-    worker: tuple[str, ...] = WORKER,
+    worker: tuple[str, ...] = WORKER, output: Path | None = None,
 ) -> Iterator[RankProcesses]:  # fmt: skip
-    """The ranks of a run, started. They are killed at the end of the context if they still run."""
+    """The ranks of a run, started. They are killed at the end of the context if they still run. What they print goes to
+    the terminal, or is appended to `output`."""
     for old in run.logs.glob("failure-*.json"):
         old.unlink()
     run.logs.mkdir(parents=True, exist_ok=True)
-    with memory_folder(log) as folder:
+    with memory_folder(log) as folder, output.open("ab") if output else nullcontext() as file:
         ranks = RankProcesses(run, lock, signals, log)
         try:
             for rank in range(world):
-                ranks.add(_start(run, rank, world, folder / "store", lock, worker))
+                ranks.add(_start(run, rank, world, folder / "store", lock, worker, file))
             yield ranks
         finally:
             ranks.kill()
@@ -126,7 +128,7 @@ class RankProcesses:
 
 
 def _start(
-    run: RunDir, rank: int, world: int, store: Path, lock: RunLock, worker: tuple[str, ...]
+    run: RunDir, rank: int, world: int, store: Path, lock: RunLock, worker: tuple[str, ...], output: BinaryIO | None
 ) -> subprocess.Popen[bytes]:
     env = {
         **os.environ,
@@ -143,4 +145,6 @@ def _start(
     # a session of its own, so that Ctrl-C reaches only the launcher, which forwards it once
     module = rank_module(worker[0]) if worker == WORKER else worker[0]
     command = [sys.executable, "-m", module, str(run.path), *worker[1:]]
-    return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=lock.handles)
+    return subprocess.Popen(
+        command, env=env, start_new_session=True, pass_fds=lock.handles, stdout=output, stderr=output
+    )

@@ -15,12 +15,13 @@ from weft.optim.build_optimizers import Optimizers, build_optimizers
 from weft.optim.ema import Ema
 from weft.optim.layer_rates import layer_rates
 from weft.optim.streamed import StreamedOptimizers, Tiering
-from weft.parallel.apply import find_units, parallelize
+from weft.parallel.apply import parallelize
 from weft.parallel.data.data_parallel import Replicas
 from weft.parallel.data.late_sums import PredictedSums
 from weft.parallel.data.local_sgd import EveryStep, Rounds
 from weft.parallel.pipeline.executor import Pipelined
 from weft.parallel.spread_model import SpreadModel
+from weft.parallel.units import find_units
 from weft.planner.plan import Plan
 from weft.precision import LossScale
 from weft.training.initial_weights import InitialWeights
@@ -30,6 +31,7 @@ from weft.training.state import State
 def build_state(job: Job, plan: Plan, mesh: Mesh, weights: InitialWeights | None = None) -> State:
     """The state of a run at step 0, with random weights or those that `weights` fills in."""
     module = build_model(job.model, job.train.seed)
+    units = tuple(find_units(module))
     if job.model.module and plan.pp > 1:  # the forward is cut as it is called with the samples
         module.given = given_parameters(module, open_dataset(job).train(0), job.model)  # type: ignore[assignment]
     spread_model = parallelize(module, mesh, plan, job.train.seed, bare_gradients=True)
@@ -40,9 +42,9 @@ def build_state(job: Job, plan: Plan, mesh: Mesh, weights: InitialWeights | None
     ema = Ema(spread_model.master_params, job.train.ema, fill=not late)
     scale = LossScale.for_precision(plan.precision)
     if plan.tiered:
-        optimizers: Optimizers = make_streamed_optimizers(job, plan, spread_model, mesh, ema)
+        optimizers: Optimizers = make_streamed_optimizers(job, plan, spread_model, mesh, ema, units)
     else:
-        optimizers = make_optimizers(job, spread_model, mesh)
+        optimizers = make_optimizers(job, spread_model, mesh, units)
     if weights is not None and late:
         fill_late(optimizers, spread_model, weights)
     state = State(spread_model, optimizers, ema, scale, mesh)
@@ -85,9 +87,9 @@ def make_rounds(job: Job, plan: Plan, mesh: Mesh, state: State) -> EveryStep:
     return Rounds(job.train.sync, axis, start, state.model.master_params, state.ema.averages, job.train.steps, limit)
 
 
-def make_optimizers(job: Job, spread_model: SpreadModel | Pipelined, mesh: Mesh) -> Optimizers:
-    """The job's optimizer over the master weights. Muon treats those in the blocks differently."""
-    units = tuple(find_units(build_model(job.model)))
+def make_optimizers(job: Job, spread_model: SpreadModel | Pipelined, mesh: Mesh, units: tuple[str, ...]) -> Optimizers:
+    """The job's optimizer over the master weights. Muon treats those in the blocks, whose names are `units`,
+    differently."""
     return build_optimizers(
         job.optim, spread_model.master_params, _is_block_weight(units), spread_model.grad_params,
         spread_model.compute_params, mesh, rates_of(job),
@@ -102,16 +104,20 @@ def rates_of(job: Job) -> dict[str, float]:
     return layer_rates([n for n, _ in model.named_parameters()], list(find_units(model)), job.optim.layer_decay)
 
 
+def units_of(job: Job) -> tuple[str, ...]:
+    """The names of the model's blocks."""
+    return tuple(find_units(build_model(job.model)))
+
+
 def _is_block_weight(units: tuple[str, ...]) -> Callable[[str], bool]:
     """Whether a name is that of a weight in a block; the biases of experts are tables, not matrices."""
     return lambda name: name.startswith(units) and not name.endswith(".bias")
 
 
 def make_streamed_optimizers(
-    job: Job, plan: Plan, spread_model: SpreadModel | Pipelined, mesh: Mesh, ema: Ema
+    job: Job, plan: Plan, spread_model: SpreadModel | Pipelined, mesh: Mesh, ema: Ema, units: tuple[str, ...]
 ) -> StreamedOptimizers:
     """The job's optimizer, with its states where the plan has them."""
-    units = tuple(find_units(build_model(job.model)))
     shares = {
         kind: {home: share for home, share in plan.shares_of(kind).items() if share}
         for kind in ("moments", "master", "averages")

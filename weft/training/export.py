@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.checkpoint.format import SavedCheckpoint, newest_good
+from weft.checkpoint.format import SavedCheckpoint, list_checkpoints, newest_good, verify
 from weft.checkpoint.reader import Index, load_full, load_named
 from weft.data.dataset import open_tokenizer
 from weft.data.store import is_store
-from weft.job.errors import JobError, MachineError
+from weft.job.errors import JobError, MachineError, check_output_file
 from weft.job.load import parse_job, read_job
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
@@ -45,7 +45,10 @@ def newest(run: RunDir) -> SavedCheckpoint:
     if found is None and folder != run.checkpoints:
         found = newest_good(run.checkpoints)  # trained or imported before checkpoint.to was set
     if found is None:
-        raise JobError(f"{run.path} has no good checkpoint yet; train it first")
+        damaged = [
+            f"; {path.name} is damaged: {why}" for path in list_checkpoints(folder)[-1:] if (why := verify(path))
+        ]
+        raise JobError(f"{run.path} has no good checkpoint yet; train it first{''.join(damaged)}")
     return found
 
 
@@ -245,8 +248,7 @@ def _trained(tensors: _Tensors) -> list[str]:
 
 def export_file(found: SavedCheckpoint, to: str, out: Path, options: ExportOptions | None = None) -> int:
     """Write every parameter and buffer, unsharded, under Weft's names, with the job in the file's metadata."""
-    if out.exists() and not out.is_file():
-        raise JobError(f"--out {out} exists and is not a regular file; name a new file such as {FILES[to]}")
+    check_output_file(out, "--out", FILES[to])
     options = options or ExportOptions()
     dtype = options.dtype or torch.float32
     index, prefix = Index(found.path), "ema." if options.ema else "model."

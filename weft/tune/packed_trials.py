@@ -133,12 +133,13 @@ def _start(
             job, plan = prepare(job, nproc)
             lock = stack.enter_context(run_lock(run, inherit=(held.handle,)))
             RunFiles(run, lock.created).write(job, plan)
-            ranks = stack.enter_context(rank_processes(run, plan.world, lock, signals, _quiet, worker))
+            printed = run.logs / "trial.log"  # of several trials at once, a terminal would show a mixture
+            ranks = stack.enter_context(rank_processes(run, plan.world, lock, signals, _quiet, worker, printed))
         return RunningTrial(number, run, ranks, stack.pop_all())
 
 
 def _quiet(text: str) -> None:
-    """Lines of a trial's ranks are in its logs."""
+    """Why a trial failed is in its logs."""
 
 
 def at_once(job: Job, nproc: int | None, queue: QueueFolder) -> int:

@@ -32,7 +32,13 @@ def closing_lines(run: RunDir) -> list[str]:
     lines = [f"{status}: step {end.get('step')}, {duration(end.get('seconds'))}{_losses(events, records)}"]
     if new_shards:
         lines.append(f"every sample was read{new_shards}")
-    return lines + _predicted_and_measured(end, records) + tier_lines(end)
+    return lines + _predicted_and_measured(end, records) + tier_lines(end) + _failed_sinks(events)
+
+
+def _failed_sinks(events: list[dict[str, Any]]) -> list[str]:
+    """Trackers, Prometheus or alerts that failed since the last start."""
+    since = max((i for i, e in enumerate(events) if e.get("event") == "start"), default=0)
+    return [f"{e.get('what')} failed: {e.get('why')}" for e in events[since:] if e.get("event") == "watch_failed"]
 
 
 def tier_lines(end: dict[str, Any]) -> list[str]:

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from weft.job.errors import check_output_file
 from weft.watch.figures.figure import Figure
 from weft.watch.journal import to_plain
 
@@ -62,6 +63,7 @@ def write_page(path: Path, title: str, body: str) -> Path:
     """Write a page with its figures; through a temporary file, so that a reader never sees half a page."""
     from plotly.offline import get_plotlyjs
 
+    check_output_file(path, "the page", "page.html")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(_shell(title, body, get_plotlyjs()), encoding="utf-8", errors="replace")

@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from weft.job.errors import check_output_file
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.watch.figures.figure import number
@@ -47,6 +48,12 @@ STEP_METRICS: dict[str, MetricName] = {
     "exposed_share": MetricName("weft_exposed_communication_ratio", "Share of a step that waits for communication."),
     "comm_mib": MetricName("weft_communication_bytes", "Bytes that rank 0 sent in a step.", MIB),
     "comm_gb_per_s": MetricName("weft_communication_bytes_per_second", "Speed of communication.", 1e9),
+    "power_w": MetricName("weft_power_watts", "Mean power since the process started."),
+    "energy_kwh": MetricName("weft_energy_joules_total", "Energy of the run so far.", 3.6e6, "counter"),
+    "energy_measured_share": MetricName("weft_energy_measured_ratio", "Share of the energy that was measured."),
+    "co2_g": MetricName("weft_co2_grams_total", "CO2 of the run so far.", kind="counter"),
+    "cost_usd": MetricName("weft_cost_dollars_total", "Cost of the run so far.", kind="counter"),
+    "tokens_per_joule": MetricName("weft_tokens_per_joule", "Tokens trained on per joule."),
     "experts.max_over_mean": MetricName("weft_expert_load_max_ratio", "Load of the busiest expert over the mean."),
     "experts.dropped_share": MetricName("weft_expert_dropped_ratio", "Share of tokens that experts dropped."),
 }
@@ -55,13 +62,28 @@ RANK_METRICS: dict[str, MetricName] = {
     "data_s": MetricName("weft_rank_data_wait_seconds", "Seconds a rank waited for data in a step."),
     "memory_gib": MetricName("weft_rank_peak_memory_bytes", "Peak memory of a rank.", GIB),
     "wait_s": MetricName("weft_rank_axis_wait_seconds", "Seconds a rank waited for messages on an axis in a step."),
+    "cpu_s": MetricName("weft_rank_processor_seconds", "Processor time of a rank in a step."),
+    "gpu_power_w": MetricName("weft_rank_gpu_power_watts", "Power of a rank's GPU."),
+    "gpu_temp_c": MetricName("weft_rank_gpu_temperature_celsius", "Temperature of a rank's GPU."),
+    "gpu_clock_share": MetricName("weft_rank_gpu_clock_ratio", "Clock of a rank's GPU over its highest one."),
+    "gpu_util_share": MetricName("weft_rank_gpu_utilization_ratio", "Utilization of a rank's GPU."),
 }
+AXIS_METRICS: dict[str, MetricName] = {
+    "messages": MetricName("weft_axis_messages", "Messages of rank 0 on an axis in a step."),
+    "mib": MetricName("weft_axis_bytes", "Bytes that rank 0 sent on an axis in a step.", MIB),
+    "gb_per_s": MetricName("weft_axis_bytes_per_second", "Speed of messages on an axis.", 1e9),
+    "best_gb_per_s": MetricName("weft_axis_best_bytes_per_second", "Speed of the fastest message on an axis.", 1e9),
+    "shortest_ms": MetricName("weft_axis_shortest_message_seconds", "Duration of the shortest message.", 1e-3),
+}
+"""Fields of `comm_axes` in the records."""
 UNITS: tuple[tuple[str, str, float], ...] = (
     ("_gib", "_bytes", GIB), ("_mib", "_bytes", MIB), ("_gb_per_s", "_bytes_per_second", 1e9), ("_s", "_seconds", 1.0),
-    ("_c", "_celsius", 1.0), ("_w", "_watts", 1.0), ("_j", "_joules", 1.0), ("_kwh", "_joules", 3.6e6),
-    ("_share", "_ratio", 1.0), ("_percent", "_ratio", 0.01),
+    ("_ms", "_seconds", 1e-3), ("_c", "_celsius", 1.0), ("_w", "_watts", 1.0), ("_j", "_joules", 1.0),
+    ("_kwh", "_joules", 3.6e6), ("_share", "_ratio", 1.0), ("_percent", "_ratio", 0.01),
 )  # fmt: skip
 """Endings of other fields, what they become, and the factor to the base unit."""
+LABELLED = ("ranks", "comm_axes")
+"""Fields whose figures have labels."""
 HIDDEN = ("wall_time", "skipped", "comm_between_mib")
 
 
@@ -85,6 +107,7 @@ class RunMetrics:
         self.info, self.steps = info, job.train.steps
         self.values: dict[str, float] = {}
         self.ranks: dict[str, Any] = {}
+        self.axes: dict[str, Any] = {}
         self.events: dict[tuple[str, str], int] = {}
         self.running, self.checkpoint, self.last_time = True, None, None
         self._lock = threading.Lock()
@@ -98,6 +121,7 @@ class RunMetrics:
             for record in records:
                 self.values |= dict(_numbers(record))
                 self.ranks = record["ranks"] if isinstance(record.get("ranks"), dict) else self.ranks
+                self.axes = record["comm_axes"] if isinstance(record.get("comm_axes"), dict) else self.axes
                 self.last_time = number(record.get("wall_time")) or self.last_time
             for event in events:
                 kind, fault = str(event.get("event")), str(event.get("fault") or "")
@@ -136,6 +160,10 @@ class RunMetrics:
             samples = list(_rank_samples(self.ranks.get(field), metric.factor))
             if samples:
                 yield from self._metric(metric, samples)
+        for field, metric in AXIS_METRICS.items():
+            found = {axis: number(of.get(field)) for axis, of in self.axes.items() if isinstance(of, dict)}
+            if samples := [({"axis": a}, x * metric.factor) for a, x in found.items() if x is not None]:
+                yield from self._metric(metric, samples)
         counts = [({"event": k, **({"fault": f} if f else {})}, float(n)) for (k, f), n in self.events.items()]
         if counts:
             yield from self._metric(MetricName("weft_events_total", "Events of the run.", kind="counter"), counts)
@@ -151,7 +179,7 @@ def _numbers(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, fl
     for key, value in record.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
-            if key != "ranks":
+            if name not in LABELLED:
                 yield from _numbers(value, f"{name}.")
         elif isinstance(value, int | float) and not isinstance(value, bool) and name not in HIDDEN:
             yield name, float(value)
@@ -219,6 +247,7 @@ class PrometheusSink:
 
     def _write(self) -> None:
         assert self.file is not None
+        check_output_file(self.file, "watch.prometheus", "run.prom")
         temporary = self.file.with_name(f".{self.file.name}.{os.getpid()}")
         temporary.write_text(self.metrics.text(), encoding="utf-8")
         temporary.replace(self.file)

@@ -20,6 +20,7 @@ from helpers.lazy_module import LazyModule
 
 from weft.hardware.pod_environment import export_node_variables
 from weft.job.errors import JobError, MachineError
+from weft.launch.cluster_doctor import check_cluster
 from weft.launch.launch_job import plan_for, stop, submit
 from weft.launch.targets.kubernetes import pod
 from weft.launch.targets.kubernetes.client import KubernetesClient
@@ -222,6 +223,41 @@ def start_pod(job: dict[str, Any], index: int, folder: Path, attempt: int = 0) -
     env = {**ENV, **given, "JOB_COMPLETION_INDEX": str(index), "HOME": str(folder)}
     with (folder / f"pod-{index}-{attempt}.txt").open("w") as output:
         return Popen(container["command"], cwd=container["workingDir"], env=env, stdout=output, stderr=output)
+
+
+def test_doctor_probes_the_pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pods of `weft doctor --on kubernetes` run for real; their objects are deleted."""
+    monkeypatch.chdir(tmp_path)
+    objects: list[str] = []
+
+    class Cluster:
+        def __init__(self, options: Any): ...
+        def create(self, manifest: Any) -> None:
+            objects.append(manifest["kind"])
+            if manifest["kind"] == "Job":
+                self.started = [start_pod(manifest["spec"], index, tmp_path) for index in range(2)]
+
+        def read(self, manifest: Any) -> Any:
+            codes = {each.wait(DEADLINE_S) for each in self.started}
+            return {"status": {"conditions": [{"type": "Complete" if codes == {0} else "Failed", "status": "True"}]}}
+
+        def pods(self, instance: str) -> Any:
+            return [{"metadata": {"name": f"pod-{index}-0"}} for index in range(2)]
+
+        def log(self, name: str) -> bytes:
+            return (tmp_path / f"{name}.txt").read_bytes()
+
+        def start_delete(self, manifest: Any) -> None:
+            objects.remove(manifest["kind"])
+
+    monkeypatch.setattr("weft.launch.targets.kubernetes.kubernetes_target.KubernetesClient", Cluster)
+    settings = {"nodes": 2, "image": "weft:cpu", "volumes": f"[runs:{tmp_path}]", "python": sys.executable}
+    checks = check_cluster("kubernetes", [f"cluster.{name}={value}" for name, value in settings.items()])
+    assert [(c.name, c.status) for c in checks if c.name in ("kubernetes", "ports")] == [
+        ("kubernetes", "ok"),
+        ("ports", "ok"),
+    ], checks
+    assert objects == []
 
 
 def test_pods_train_and_a_deleted_one_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,10 @@ def test_local_launch_is_followed_listed_and_logged(tmp_path: Path, in_process: 
         "name": "run", "state": "done", "target": "local", "last_step": 3, "steps": 3, "exit_code": 0,
     }  # fmt: skip
     assert "done: step 3" in in_process(tmp_path, "logs", "run").out
+    output = tmp_path / "runs/run/launch/output.log"
+    output.write_bytes(b"old\n" * 100 + output.read_bytes())
+    attached = in_process(tmp_path, "attach", "run")
+    assert (attached.code, attached.err.count("done: step 3"), attached.err.count("\n")) == (0, 1, 20)
     assert "rank 0 of 1" in in_process(tmp_path, "logs", "run", "--rank", "0").out
     assert "there are ranks 0 to 0" in in_process(tmp_path, "logs", "run", "--rank", "7").last
     assert "has already ended" in in_process(tmp_path, "stop", "run").last
@@ -103,7 +107,7 @@ def test_clusters_of_the_file(tmp_path: Path, in_process: InProcess, monkeypatch
     clusters = tmp_path / "clusters.yaml"
     monkeypatch.setenv("WEFT_CLUSTERS", str(clusters))
     write_small_job(tmp_path)
-    clusters.write_text("desk: {target: local, python: /opt/python, devices_per_node: 4}\nbad: {target: x}\n")
+    clusters.write_text("desk: {target: local, python: /opt/python, devices_per_node: 4}\nbad: {target: [x]}\n")
     printed = in_process(tmp_path, "launch", "job.yaml", "--on", "desk", "--print").out
     assert printed.startswith("/opt/python -m weft train")
     assert printed.rstrip().endswith("--nproc 1"), "the job's own fields take precedence"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -14,7 +16,9 @@ import yaml
 from helpers.command import until
 
 from weft.job.errors import MachineError
+from weft.launch.cluster_doctor import check_cluster
 from weft.launch.launch_job import plan_for
+from weft.launch.node_probe import MARK, facts
 from weft.launch.targets import ray_target
 from weft.launch.targets.ray_driver import NodeActor, bundle_of
 from weft.launch.targets.ray_target import RayTarget, address_of
@@ -43,6 +47,43 @@ def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     _, request = plan_for("job.yaml", (), "ray")
     with pytest.raises(MachineError, match=r"--on ray needs the package ray: pip install 'weft\[ray\]'"):
         RayTarget().check(request, RayTarget().build(request))
+
+
+def test_a_refusal_of_the_server_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray.job_submission
+    from ray.exceptions import RayError
+
+    def refuse(address: str) -> None:
+        raise RayError("Authentication required: no token\nmore")
+
+    monkeypatch.setattr(ray.job_submission, "JobSubmissionClient", refuse)
+    with pytest.raises(MachineError, match="refuses: Authentication required: no token; Ray reads RAY_AUTH_MODE"):
+        ray_target.connect("http://head:8265")
+
+
+def test_doctor_runs_a_probe_on_each_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    entry_points: list[list[str]] = []
+
+    class Client:
+        def submit_job(self, entrypoint: str) -> str:
+            words = shlex.split(entrypoint)
+            entry_points.append(words)
+            folder = Path(words[words.index("weft.launch.targets.ray_driver") + 1])
+            report = {**facts(0), "reached": {"0": True}, "clock_s": {"0": 0.0}}
+            (folder / "output.log.0").write_text(f"{MARK}{json.dumps(report)}\n", encoding="utf-8")
+            return "job"
+
+        def get_job_status(self, job_id: str) -> SimpleNamespace:
+            return SimpleNamespace(value="SUCCEEDED")
+
+    monkeypatch.setattr(ray_target, "connect", lambda address: Client())
+    assert {check.status for check in check_cluster("ray", ["cluster.device=cpu"])} == {"ok"}
+    (words,) = entry_points
+    after = words.index("weft.launch.targets.ray_driver")
+    assert words[after + 2 : after + 5] == ["1", "1", "0"]
+    assert words[after + 6 : after + 8] == ["-m", "weft.launch.node_probe"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_node_gets_its_number_and_is_stopped(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from helpers.real_clusters import SlurmCluster
 
 from weft.launch.rank_pool import RankPool
 
-COMPARED = 200
+COMPARED = 60
 """Steps whose losses are compared with those of one process."""
 InProcess = Callable[..., Output]
 
@@ -24,7 +24,7 @@ def folder(tmp_path: Path, slurm: SlurmCluster, interpreter: str, monkeypatch: p
     """A folder with a job of two nodes with two ranks each."""
     monkeypatch.setenv("SLURM_CONF", str(slurm.conf))
     sections: dict[str, Any] = {**parity.BASE, "name": "run", "parallel": {"dp_shard": -1, "zero": 3}}
-    sections["data"] = {**sections["data"], "record_ids": True}
+    sections["data"] = {"source": "helpers.own_models:SlowCounting", "seq_len": 8, "record_ids": True}
     sections["train"] = {**sections["train"], "steps": 100_000, "eval_every": 0}
     sections["cluster"] = {"device": "cpu", "nodes": 2, "devices_per_node": 2, "python": interpreter}
     write_job(tmp_path, **sections, checkpoint={"every": 20})
@@ -61,7 +61,8 @@ def test_run_is_requeued_survives_a_node_and_trains_the_same(
     assert (end["state"], end["exit_code"]) == ("stopped", 75), output.read_text()[-4000:]
     found, samples, batch = losses(run), ids_by_step(run), parity.BASE["train"]["global_batch"]
     steps = min(COMPARED, max(found))
-    job = parity.make_job(train={**parity.BASE["train"], "steps": 100_000, "eval_every": 0})
+    train = {**parity.BASE["train"], "steps": 100_000, "eval_every": 0}
+    job = parity.make_job("data.source=helpers.own_models:Counting", train=train)
     local = parity.run(pool, job, "1", steps).result.trace.losses
     assert [found[step + 1][-1] for step in range(steps)] == pytest.approx(local, rel=1e-4)
     assert sorted(found) == list(range(1, max(found) + 1))

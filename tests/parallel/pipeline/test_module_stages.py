@@ -14,9 +14,9 @@ from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
 from weft.models.build_model import build_model
-from weft.parallel.apply import find_units
 from weft.parallel.pipeline.boundary import Boundary, message_layout, pack, unpack
 from weft.parallel.pipeline.module_stages import ModuleStages
+from weft.parallel.units import find_units
 from weft.planner import make_plan
 from weft.planner.rules.layout_syntax import ranks
 from weft.planner.schedules.stage_costs import simulated

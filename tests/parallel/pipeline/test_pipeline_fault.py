@@ -13,14 +13,14 @@ from helpers.self_faults import write_orders
 from weft.job.errors import Exit
 from weft.training.rank import exit_code, is_peer_failure
 
-STEPS, TIMEOUT_S = 40, 20
+STEPS, TIMEOUT_S = 12, 20
 JOB: dict[str, Any] = {
     "name": "run",
-    "model": {"family": "llama", "dim": 16, "layers": 4, "heads": 2, "ffn": 32, "vocab": 64},
+    "model": {"family": "llama", "dim": 16, "layers": 2, "heads": 2, "ffn": 32, "vocab": 64},
     "data": {"source": "synthetic", "seq_len": 16},
-    "train": {"steps": STEPS, "global_batch": 16, "eval_every": 0},
+    "train": {"steps": STEPS, "global_batch": 8, "eval_every": 0},
     "checkpoint": {"every": 4},
-    "parallel": {"pp": 2, "dp_shard": 1, "microbatches": 8},
+    "parallel": {"pp": 2, "dp_shard": 1, "microbatches": 4},
     "comm": {"timeout_s": TIMEOUT_S},
     "cluster": {"device": "cpu"},
 }

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from helpers.command import weft
 
+from weft.hardware.catalog import find_device
 from weft.job.errors import JobError
 from weft.planner.calibration import read_calibration
 from weft.planner.published.framework import calibration_of, framework_of
 from weft.planner.published.rows import network_of, read_table, row_device
 from weft.planner.published.score import predict, rank_correlation, score_table, show_table, sweeps
+from weft.planner.search.candidates import PRECISIONS, RECOMPUTES
 
 COLUMNS = [
     "source",
@@ -340,3 +342,36 @@ def test_memory_is_in_the_unit_of_its_table(tmp_path: Path) -> None:
         assert row.memory_gib == pytest.approx(gib)
     [row], _ = read_table(table(tmp_path / "u.csv", {"peak_mem_gb": 10, "mem_basis": "GiB, torch max_allocated"}))
     assert row.memory_gib == 10
+
+
+def test_what_a_row_says_of_its_device_and_settings(tmp_path: Path) -> None:
+    """Memory in the device's name, a power limit, and the words of other tables for ZeRO, recompute and precision."""
+    rows, skipped = read_table(
+        table(
+            tmp_path / "d.csv",
+            {"gpu": "NVIDIA H100 80GB HBM3"},
+            {"gpu": "H100-SXM-96GB", "notes": "500 W power limit; HBM2e 2.4 TB/s"},
+            {"fsdp_or_zero": "DeepSpeed ZeRO stage 2", "recompute": "True", "precision": "float16"},
+            {"fsdp_or_zero": "zero3", "recompute": "Selective (ops)", "precision": "tf32"},
+            {"fsdp_or_zero": "DDP", "recompute": "no", "precision": "BFloat16", "heads": ""},
+        )
+    )
+    assert not skipped
+    plain, limited, *others = rows
+    assert plain.cluster.memory_gib == find_device("h100").memory_gib and limited.cluster.memory_gib > 90
+    assert limited.cluster.memory_gb_s == 2400 and 0.8 < limited.cluster.reach / plain.cluster.reach < 0.88
+    read = [
+        (row.layout["zero"], RECOMPUTES[row.layout["recompute"]], PRECISIONS[row.layout["precision"]]) for row in others
+    ]
+    assert read == [(2, "full", "fp16"), (3, "selective", "fp32"), (0, "none", "bf16")]
+    assert others[1].cluster.peak_tflops["fp32"] == plain.cluster.peak_tflops["bf16"] / 2
+    assert others[2].model.heads == plain.model.heads
+    seconds = predict(rows, scale=False).seconds
+    assert np.all(np.isfinite(seconds)) and seconds[1] > 1.1 * seconds[0]
+
+
+def test_a_run_that_cannot_have_kept_its_activations_is_timed_with_recompute(tmp_path: Path) -> None:
+    large = {"layers": 96, "hidden": 12288, "ffn": 49152, "heads": 96, "kv_heads": 96, "micro_batch": 6, "gpus": 256,
+             "dp": 256, "global_batch_seqs": 1536, "model": "GPT3-175B", "seq_len": 2048, "vocab": 51200}  # fmt: skip
+    rows, _ = read_table(table(tmp_path / "s.csv", {**large, "recompute": ""}, {**large, "recompute": "full"}))
+    assert len(set(predict(rows, scale=False).seconds)) == 1

@@ -110,6 +110,7 @@ def test_links_and_devices_are_not_read(tmp_path: Path, dashboard: Callable[...,
     (run / "logs").mkdir()
     (run / "logs/rank-0.log").symlink_to(secret / "secret.log")
     (run / "logs/rank-1.log").write_text("own line\n")
+    (run / "logs/watch.log").write_text("")
     (run / "plan.json").symlink_to(secret / "secret.log")
     (run / "checkpoints").symlink_to(secret)
     os.mkfifo(run / "slices.json")
@@ -122,7 +123,10 @@ def test_links_and_devices_are_not_read(tmp_path: Path, dashboard: Callable[...,
         rows = {row["name"]: row for row in get(f"{url}/api/runs")["runs"]}
         assert "linked" not in rows and rows.get("two", {"loss": None})["loss"] is None
         assert get(f"{url}/api/runs/two/metrics")["columns"] == {"step": []}
-        assert get(f"{url}/api/runs/one/logs")["files"] == [{"file": "rank-1.log", "bytes": 9}]
+        assert get(f"{url}/api/runs/one/logs")["files"] == [
+            {"file": "rank-1.log", "bytes": 9},
+            {"file": "watch.log", "bytes": 0},
+        ]
         for name in ("one", "two"):
             for file in ("rank-0.log", "rank-2.log", "secret.log", "../../../outside/secret.log", "..%2f..%2fx.log"):
                 assert get(f"{url}/api/runs/{name}/logs?file={file}")["lines"] == []

@@ -180,10 +180,15 @@ def test_a_throttled_gpu(tmp_path: Path) -> None:
 def test_failed_runs(tmp_path: Path) -> None:
     fault = {"kind": "fault", "fault": "kill", "rank": 1, "step": 12, "why": "was killed by SIGKILL"}
     (one,) = found(write(tmp_path / "a", events=(fault,)))
-    assert (one.cause, one.rank) == ("killed", 1) and "kill at step 12: was killed by SIGKILL (log: " in one.evidence
+    assert (one.cause, one.rank) == ("killed", 1) and "kill: was killed by SIGKILL at step 12 (log: " in one.evidence
+    failed = {"kind": "failed", "step": 12, "code": 1, "why": "rank 1 was killed by SIGKILL"}
+    (one,) = found(write(tmp_path / "a2", events=({**fault, "fault": "exit"}, failed)))
+    assert (one.cause, one.rank) == ("killed", 1) and "rank 1: was killed by SIGKILL at step 12 (log: " in one.evidence
+    (one,) = found(write(tmp_path / "a3", events=({**failed, "code": 4, "why": "no disk"},)))
+    assert (one.cause, one.rank, one.evidence) == ("machine", None, "no disk at step 12")
     healed = {"kind": "recovered", "fault": "kill", "how": "memory", "step": 13}
     assert found(write(tmp_path / "b", events=(fault, healed))) == []
-    run = write(tmp_path / "c")
+    run = write(tmp_path / "c", memory={"recompute": "full"})  # which is not called unneeded
     run.logs.mkdir()
     oom = {"rank": 0, "time": 2.0, "kind": "OutOfMemoryError", "message": "CUDA out of memory. Tried\nmore", "code": 1}
     echo = {"rank": 1, "time": 1.0, "kind": "RuntimeError", "message": "connection reset", "echo": True, "code": 1}
@@ -192,7 +197,7 @@ def test_failed_runs(tmp_path: Path) -> None:
     (one,) = found(run)
     assert (one.cause, one.rank) == ("out_of_memory", 0) and "CUDA out of memory. Tried (log: " in one.evidence
     (one,) = found(write(tmp_path / "d", events=({"kind": "diverged", "step": 7, "why": "the loss is nan"},)))
-    assert (one.cause, one.evidence) == ("diverged", "at step 7: the loss is nan")
+    assert (one.cause, one.evidence) == ("diverged", "the loss is nan at step 7")
 
 
 def test_the_command(tmp_path: Path, in_process: Callable[..., Output]) -> None:
@@ -204,6 +209,10 @@ def test_the_command(tmp_path: Path, in_process: Callable[..., Output]) -> None:
     assert set(answer) == {"findings"} and [set(f) for f in answer["findings"]] == [KEYS]
     result = in_process(tmp_path, "diagnose", "smple")
     assert result.code == 2 and "did you mean sample?" in result.err
+    (tmp_path / "runs/refused").mkdir()  # by its ranks, after weft launch
+    (tmp_path / "runs/refused/events.jsonl").write_text('{"event": "failed", "code": 2, "why": "no such sample"}\n')
+    result = in_process(tmp_path, "diagnose", "refused")
+    assert result.code == 0 and "job: no such sample." in result.out
 
 
 GARBAGE = (

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.command import until
 
 from weft.job.load import dump_yaml, load_job
 from weft.job.run_folder import RunDir
@@ -68,10 +69,13 @@ def test_wandb_offline(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     export_to_tracker(run, load_job(str(run.job)), "wandb", None)
     (file,) = run.path.glob("wandb/offline-run-*/run-*.wandb")
+
+    def records() -> list[Any]:
+        return [Record.FromString(data) for data in wandb_records(file.read_bytes())]
+
+    until(lambda: any(r.WhichOneof("record_type") == "exit" for r in records()))  # written by wandb's own process
     steps, kinds = [], set()
-    for data in wandb_records(file.read_bytes()):
-        record = Record()
-        record.ParseFromString(data)
+    for record in records():
         kinds.add(record.WhichOneof("record_type"))
         steps += [json.loads(i.value_json) for i in record.history.item if "loss" in (i.key, *i.nested_key)]
     assert steps == pytest.approx(losses(run))

@@ -62,7 +62,7 @@ def resolve_target(name: str | None, cluster: dict[str, Any]) -> tuple[Target, d
     The fields that the job itself sets take precedence over those of the file.
     """
     asked = name or cluster.get("target")
-    if not asked:
+    if not asked or not isinstance(asked, str):
         raise JobError(f"give --on TARGET, or set cluster.target; targets: {', '.join(TARGETS)}")
     if asked in TARGETS:
         return find_target(asked), {**cluster, "target": asked}
@@ -73,6 +73,6 @@ def resolve_target(name: str | None, cluster: dict[str, Any]) -> tuple[Target, d
         own = f"; clusters of {clusters_file()}: {', '.join(known) or 'none'}"
         raise JobError(f"no target and no cluster is named {asked!r}; {hint}{own}")
     entry = known[asked]
-    if entry.get("target") not in TARGETS:
+    if not isinstance(entry.get("target"), str) or entry["target"] not in TARGETS:
         raise JobError(f"{clusters_file()}: {asked}.target must be one of {', '.join(TARGETS)}")
     return find_target(str(entry["target"])), {**entry, **cluster, "target": entry["target"]}

@@ -1,6 +1,7 @@
 """The driver of a run on Ray: a placement group with a bundle for each node, and in each an actor with its supervisor.
 
 Runs inside a Ray cluster: `python -m weft.launch.targets.ray_driver LAUNCH_FOLDER NODES RANKS_PER_NODE GPUS_PER_NODE`.
+With a COMMAND after these, every node runs it instead of `weft train`, with an output file of its own.
 """
 
 from __future__ import annotations
@@ -63,14 +64,14 @@ class RayRun:
     """The nodes of a run as actors; one that is lost is replaced on its node, and joins the run again."""
 
     def __init__(self, command: list[str], nodes: int, bundle: dict[str, float], folder: str, output: str | None,
-                 environment: dict[str, str] | None = None):  # fmt: skip
+                 environment: dict[str, str] | None = None, output_each: bool = False):  # fmt: skip
         import ray
 
         if not ray.is_initialized():
             ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False)
         self.ray, self.nodes, self.bundle = ray, nodes, bundle
         self.arguments = (command, folder, environment or {})
-        self.output = output
+        self.output, self.output_each = output, output_each
         strategy = "STRICT_SPREAD" if nodes > 1 else "PACK"
         self.group = ray.util.placement_group([bundle] * nodes, strategy=strategy)
         self.actors: list[Any] = []
@@ -101,7 +102,8 @@ class RayRun:
         kind = self.ray.remote(NodeActor).options(
             num_cpus=self.bundle.get("CPU", 0), num_gpus=self.bundle.get("GPU", 0), scheduling_strategy=place
         )
-        return kind.remote(*self.arguments, self.output if node == 0 else None)
+        output = f"{self.output}.{node}" if self.output_each else self.output if node == 0 else None
+        return kind.remote(*self.arguments, output)
 
     def _start(self, node: int) -> None:
         # any other node gives the route to all of them
@@ -149,10 +151,13 @@ def bundle_of(ranks: int, gpus: int) -> dict[str, float]:
     return {"CPU": float(ranks), **({"GPU": float(gpus)} if gpus else {})}
 
 
-def main(folder: Path, nodes: int, ranks: int, gpus: int) -> int:
-    command = [sys.executable, "-m", "weft", "train", str(folder / "submitted.yaml"), "--nproc", str(ranks)]
+def main(folder: Path, nodes: int, ranks: int, gpus: int, *command: str) -> int:
+    train = [sys.executable, "-m", "weft", "train", str(folder / "submitted.yaml"), "--nproc", str(ranks)]
     environment = json.loads(os.environ.get("WEFT_RAY_ENVIRONMENT", "{}"))
-    run = RayRun(command, nodes, bundle_of(ranks, gpus), os.getcwd(), str(folder / OUTPUT), environment)
+    run = RayRun(
+        list(command) or train, nodes, bundle_of(ranks, gpus), os.getcwd(), str(folder / OUTPUT), environment,
+        output_each=bool(command),
+    )  # fmt: skip
 
     def log(text: str) -> None:
         with (folder / OUTPUT).open("a", encoding="utf-8") as file:
@@ -166,4 +171,5 @@ def main(folder: Path, nodes: int, ranks: int, gpus: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:5])))
+    node_count, rank_count, gpu_count = map(int, sys.argv[2:5])
+    sys.exit(main(Path(sys.argv[1]), node_count, rank_count, gpu_count, *sys.argv[5:]))

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from weft.job.errors import MachineError
-from weft.launch.targets.ray_driver import STOP_FILE
+from weft.launch.targets.ray_driver import OUTPUT, STOP_FILE
 from weft.launch.targets.target import (
     JobState,
     JobStatus,
@@ -21,7 +21,7 @@ from weft.launch.targets.target import (
 )
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
-POLL_S = 2.0
+POLL_S, DOCTOR_TIMEOUT_S = 2.0, 300.0
 
 
 class RayTarget(Target):
@@ -76,6 +76,23 @@ class RayTarget(Target):
         code = read_exit_code(record.launch_folder)  # written since
         return JobStatus(JobState.LOST if code is None else JobState.ENDED, code, found.message or "")
 
+    def run_on_nodes(self, request: LaunchRequest, command: list[str]) -> str:
+        """Run a command in an actor on each node, by a driver of its own."""
+        client = connect(request.cluster.ray.address)
+        variables = f"WEFT_RAY_ENVIRONMENT={json.dumps(request.environment())}"
+        job_id = client.submit_job(entrypoint=shlex.join(["env", variables, *entry_point(request), *command]))
+        deadline = time.monotonic() + DOCTOR_TIMEOUT_S
+        while str(client.get_job_status(job_id).value) in ("PENDING", "RUNNING"):
+            if time.monotonic() > deadline:
+                client.stop_job(job_id)
+                raise MachineError(
+                    f"Ray has not run a probe on {request.nodes} nodes within {DOCTOR_TIMEOUT_S:.0f} s; ray status "
+                    "shows its nodes and what they have free"
+                )
+            time.sleep(POLL_S)
+        reports = sorted(request.launch_folder.glob(f"{OUTPUT}.*"))
+        return "".join(path.read_text(encoding="utf-8", errors="replace") for path in reports)
+
     def stop(self, record: LaunchRecord) -> None:
         (record.launch_folder / STOP_FILE).touch()
 
@@ -98,11 +115,17 @@ def address_of(given: str | None) -> str:
 def connect(given: str | None) -> Any:
     """A client of the job server."""
     try:
+        from ray.exceptions import RayError
         from ray.job_submission import JobSubmissionClient
     except ImportError:
         raise MachineError("--on ray needs the package ray: pip install 'weft[ray]'") from None
     try:
         return JobSubmissionClient(address_of(given))
+    except RayError as error:  # such as a missing token
+        first = str(error).splitlines()[0]
+        raise MachineError(
+            f"the Ray job server at {address_of(given)} refuses: {first}; Ray reads RAY_AUTH_MODE and RAY_AUTH_TOKEN"
+        ) from None
     except (ConnectionError, RuntimeError, ValueError) as error:
         first = str(error).splitlines()[0]
         raise MachineError(

@@ -59,6 +59,8 @@ class LaunchRequest:
     """The current folder, absolute."""
     attached: bool = True
     """Whether the command waits for the end of the run."""
+    command: tuple[str, ...] = ()
+    """What pods run instead of `weft train` (weft doctor --on)."""
 
     @property
     def run(self) -> RunDir:
@@ -229,9 +231,9 @@ class Target(ABC):
     def stop(self, record: LaunchRecord) -> None:
         """Ask the run to save and stop; returns without waiting."""
 
+    @abstractmethod
     def run_on_nodes(self, request: LaunchRequest, command: list[str]) -> str:
         """Run a command once on each node (weft doctor --on). Returns their output."""
-        raise JobError(f"weft doctor --on {self.name} is not supported")
 
     def kill(self, record: LaunchRecord) -> None:
         """End the run without saving."""

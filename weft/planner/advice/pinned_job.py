@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from weft.job.errors import JobError
+from weft.job.errors import check_output_file
 from weft.job.load import parse_job
 from weft.job.schema import Job
 from weft.planner.advice.tune import TunedSetting
@@ -47,8 +47,7 @@ def pinned_job(job: Job, plan: Plan) -> Job:
 
 def write_job(job: Job, path: Path) -> Path:
     """Write a job file with the fields that differ from their defaults."""
-    if path.exists() and not path.is_file():
-        raise JobError(f"--apply {path} exists and is not a regular file; name a job file such as planned.yaml")
+    check_output_file(path, "the output", "planned.yaml")
     raw = {"name": job.name, **job.model_dump(mode="json", exclude_defaults=True)}
     text = yaml.safe_dump(raw, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -66,9 +66,7 @@ class EngineMemory:
 
     def peak(self, layouts: Layouts) -> Size:
         """Bytes of the fullest rank. Layouts that were asked for before are looked up."""
-        columns = _memory_columns(layouts)
-        first, position = distinct(*columns)
-        key = hashed(*(column[first] for column in columns))
+        key, first, position = np.unique(hashed(*_memory_columns(layouts)), return_index=True, return_inverse=True)
         keys, peaks = self._known_peaks
         known = np.isin(key, keys)
         if not known.all():
@@ -184,10 +182,11 @@ class EngineMemory:
 
         for group, flags, chunks in groups:
             inner = least and flags["piped"]
-            shared = LayoutGroup(self.tables, ranks.take(group), flags, units, inner).shared()
+            own = LayoutGroup(self.tables, ranks.take(group), flags, units, inner)
+            shared = own.shared()
             for chunk in chunks:
-                own = slice(chunk.start - group.start, chunk.stop - group.start)
-                walk = LayoutGroup(self.tables, ranks.take(chunk), flags, units, inner).trace(detail, shared, own)
+                inside = slice(chunk.start - group.start, chunk.stop - group.start)
+                walk = (own.take(inside) if len(chunks) > 1 else own).trace(detail, shared, inside)
                 out["total"][order[chunk]] = walk.peak
                 for part, held in walk.at_peak.items():
                     out[part][order[chunk]] = held
@@ -212,14 +211,15 @@ class EngineMemory:
             "fp32": fp32, "tp": layouts.tp > 1, "sequence": layouts.sequence, "zero": layouts.zero * sharded,
             "piped": piped, "splits": splits, "split_passes": splits & ~_recomputes_all(layouts), "ep": layouts.ep > 1,
             "alone": alone, "buckets": ~sharded & (replicas | ~fp32) & ~alone, "retain": retain,
-            "compiled": self.compiled(layouts), "long": self.is_long(layouts),
+            "compiled": self.compiled(layouts), "long": self.is_long(layouts), "steady": ranks.steady & several,
         }  # fmt: skip
         key = np.zeros(len(layouts), np.int64)
         for column in columns.values():
             key = key * 4 + column
         # in large groups, layouts of as many units and passes are traced together
-        alike = layouts.recompute * 4 + ranks.steady * 2 + (layouts.recompute_blocks >= 0)
-        order = np.lexsort((layouts.pp, alike, key))
+        alike = layouts.recompute * 2 + (layouts.recompute_blocks >= 0)
+        _, rank = distinct(key, alike, layouts.pp)  # numbered in ascending order
+        order = np.argsort(rank.astype(np.uint16) if rank.max(initial=0) < 1 << 16 else rank, kind="stable")
         groups = []
         for start, stop in pairwise(_edges(key[order])):
             flags = {name: column[order[start]].item() for name, column in columns.items()}

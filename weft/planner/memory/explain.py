@@ -6,6 +6,7 @@ from weft.hardware.probe import GIB
 from weft.job.schema import Job
 from weft.planner.describe import recompute_text
 from weft.planner.memory.engine_memory import EngineMemory, Place
+from weft.planner.memory.states import low_half_bytes
 from weft.planner.model.counts import count_parameters, count_trained
 from weft.planner.number_format import human_count
 from weft.planner.plan import Plan
@@ -40,7 +41,10 @@ def _terms(job: Job, plan: Plan, memory: EngineMemory, index: int) -> dict[str, 
     cut = f" / {shards} shards" if shards > 1 else ""
     if shards > 1 and plan.ep > 1:  # experts have fewer shards than the rest
         cut = f", {human_count(facts['held'])} of them in its shard"
-    copies = "" if shards > 1 or plan.precision == "fp32" else f" + 2 B ({plan.precision} copy)"
+    computed = "fp16" if plan.precision == "fp16" else "bf16"
+    master = "4 B (fp32 master)" + ("" if shards > 1 or plan.precision == "fp32" else f" + 2 B ({computed} copy)")
+    if plan.split_master:
+        master = f"2 B (bf16 weight) + {low_half_bytes(plan.states):g} B (low half of the fp32 master)"
     average = " + 4 B (ema)" if job.train.ema else ""
     whole = shards > 1 and plan.zero == 1 and plan.accumulation > 1
     width = 2 if facts["alone"] else 4
@@ -60,11 +64,11 @@ def _terms(job: Job, plan: Plan, memory: EngineMemory, index: int) -> dict[str, 
         "weights of the blocks being gathered": shards > 1, "gradients being reduced": shards > 1,
         "messages between stages": plan.pp > 1, "residuals of compression": plan.compression != "none",
     }  # fmt: skip
-    parameters = f"{held}{cut} × (4 B (fp32 master){copies}{average}){stay}"
+    parameters = f"{held}{cut} × ({master}{average}){stay}"
     optimizer = f"{job.optim.name}: {human_count(facts['held'])} × {state:.3g} B"
     if job.model.lora is not None:
         trained = f"{human_count(count_trained(job.model))} in adapters"
-        parameters = f"{held}{cut}, frozen × {width} B, and {trained} × (4 B (fp32 master){copies}{average}){stay}"
+        parameters = f"{held}{cut}, frozen × {width} B, and {trained} × ({master}{average}){stay}"
         gradients, optimizer = f"of {trained}", f"{job.optim.name}, of {trained}"
     return {
         "parameters": parameters,

@@ -140,9 +140,10 @@ def activation_bytes(model: ModelFacts, layouts: Layouts, cal: Calibration, laye
     again = np.where(
         layouts.recompute_blocks >= 0, np.minimum(np.ceil(layouts.recompute_blocks / layouts.pp), layers), layers
     )
+    some = block - cal.selective_products * (block - entry)  # the products that are computed again are not kept
     kept = [
         layers * with_scores,
-        np.where(layouts.recompute_blocks >= 0, (layers - again) * with_scores, 0) + again * block,
+        np.where(layouts.recompute_blocks >= 0, (layers - again) * with_scores, 0) + again * some,
         (layers - again) * with_scores + again * entry,
     ]
     held = np.choose(layouts.recompute, [np.asarray(k, float) + 0 * tp for k in kept])

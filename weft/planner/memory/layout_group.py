@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,17 @@ class LayoutGroup:
         self.twin = self.begins * self.ends * (bool(self.job.model.tied) and flags["piped"])
         """1 where the rank has both copies: the optimizer updates the embedding only."""
 
+    def take(self, chosen: Any) -> LayoutGroup:
+        """The same for some of the layouts."""
+        part = copy(self)
+        part.__dict__ = {name: value for name, value in part.__dict__.items() if name not in ("unit_here", "outside")}
+        part.rank = self.rank.take(chosen)
+        part.layouts = part.rank.layouts
+        part.begins, part.ends, part.tied, part.twin = (
+            x[chosen] for x in (self.begins, self.ends, self.tied, self.twin)
+        )
+        return part
+
     def shared(self) -> SharedTables:
         """What the layouts have in common."""
         return SharedTables(*self._distinct(), *self.tables.columns(self.layouts, self.flags))
@@ -71,11 +83,11 @@ class LayoutGroup:
     def trace(self, detail: bool, shared: SharedTables, chosen: slice) -> Walk:
         """The walk through a step; the layouts are the `chosen` ones of a group that has the tables."""
         layouts, flags, rank = self.layouts, self.flags, self.rank
-        steady, states = rank.steady, shared.states_of(chosen)
+        states = shared.states_of(chosen)
         regime = Regime(
             sharded=flags["zero"] > 0, zero=flags["zero"], splits=flags["splits"], split_passes=flags["split_passes"],
             gathers_again=flags["zero"] == 3 and not flags["splits"], buckets=flags["buckets"],
-            steady=flags["piped"] and bool(np.all(steady)),
+            steady=flags["steady"],
             compute_bytes=self.compute_bytes, copies_reduced=self.plan.backend == "gloo",
             gradients_leave=self.plan.gradient_home != "device",
             updates=states["block update"] if self.plan.gradient_home == "released" else None,
@@ -100,7 +112,7 @@ class LayoutGroup:
             sent = stage.hidden * (2 * layouts.virtual_stages - self.begins - self.ends - local)
         StepTrace(stage, regime, walk).run(
             rank.in_flight, rank.pending, layouts.accumulation, flags["piped"], layouts.virtual_stages,
-            steady, sent, ALL_FORWARD_FIRST[layouts.schedule],
+            sent, ALL_FORWARD_FIRST[layouts.schedule],
             rank.losses_wait, rank.alone,
         )  # fmt: skip
         walk.restart({**between, "gradients": states["gradients"]})
@@ -109,25 +121,34 @@ class LayoutGroup:
 
     def held(self) -> UnitSizes:
         """Sizes of everything on the rank."""
-        u, (blocks, dense, *_) = self.units_here(), self.rank.counts
+        u, (blocks, dense, *_) = self.unit_here, self.rank.counts
         if self.job.model.is_stack:
             alone = self.ends * ((self.job.model.layers or 0) % 2)
             pairs = (blocks - alone) / 2
             columns = np.ceil(pairs)
             return u["column"].times(columns) + u["row"].times(blocks - alone - columns) + u["whole"].times(alone)
-        sizes = u["dense"].times(dense) + self._ends(u)
+        sizes = u["dense"].times(dense) + self.outside
         return (
             sizes if self.job.model.first_blocks is None else sizes + (u["routed"] + u["experts"]).times(blocks - dense)
         )
 
-    def units_here(self) -> dict[str, UnitSizes]:
+    @cached_property
+    def unit_here(self) -> dict[str, UnitSizes]:
         """Sizes of each kind of unit, one column for each layout."""
         return {kind: sizes.take(self.rank.position) for kind, sizes in self.units.items()}
 
-    def _ends(self, u: dict[str, UnitSizes]) -> UnitSizes:
-        """Sizes of what is outside the blocks."""
-        head, twin = u["head"].times(self.ends - self.tied - self.twin), u["head"].times(self.twin).without_states()
-        return u["begin"].times(self.begins) + u["norm"].times(self.ends) + head + twin
+    @cached_property
+    def outside(self) -> UnitSizes:
+        """Sizes of what is outside the blocks; nothing for a stack of layers."""
+        if self.job.model.is_stack:
+            return UnitSizes.none(len(self.layouts))
+        u = self.unit_here
+        sizes = (
+            u["begin"].times(self.begins)
+            + u["norm"].times(self.ends)
+            + u["head"].times(self.ends - self.tied - self.twin)
+        )
+        return sizes + u["head"].times(self.twin).without_states() if self.twin.any() else sizes
 
     def _distinct(self) -> tuple[dict[str, Size], Size]:
         """Bytes that last from step to step, and elements of units, of each way in which layouts differ in them; and
@@ -141,11 +162,8 @@ class LayoutGroup:
             rank.position, rank.counts.blocks, rank.counts.dense, self.begins, self.ends, layouts.offload,
             layouts.compression, layouts.dp * layouts.cp > 1,
         )  # fmt: skip
-        some = LayoutGroup(self.tables, rank.take(first), self.flags, self.units)
-        some.begins, some.ends, some.tied, some.twin = (
-            x[first] for x in (self.begins, self.ends, self.tied, self.twin)
-        )
-        return {name: size + np.zeros(len(first)) for name, size in some._distinct_states().items()}, where
+        states = self.take(first)._distinct_states()
+        return {name: size + np.zeros(len(first)) for name, size in states.items()}, where
 
     def _distinct_states(self) -> dict[str, Size]:
         job, layouts, held = self.job, self.layouts, self.held()
@@ -178,12 +196,10 @@ class LayoutGroup:
         if self.plan.tiered:
             out["update"] += self._piece_bytes(held.held)
         if self.plan.gradient_home == "released":
-            scratch = [size.scratch for kind, size in self.units_here().items() if kind not in OUTSIDE_BLOCKS]
+            scratch = [size.scratch for kind, size in self.unit_here.items() if kind not in OUTSIDE_BLOCKS]
             out["block update"] = np.max(scratch, 0) + self._piece_bytes(held.held, blocks=True)
-        u, none = self.units_here(), UnitSizes.none(len(layouts))
-        kinds = (
-            {"dense": u["column"], "root": none} if job.model.is_stack else {"dense": u["dense"], "root": self._ends(u)}
-        )
+        u = self.unit_here
+        kinds = {"dense": u["column" if job.model.is_stack else "dense"], "root": self.outside}
         if job.model.first_blocks is not None:
             apart = self.flags["ep"] and self.flags["zero"] > 0
             kinds |= {"routed": u["routed"] if apart else u["routed"] + u["experts"]}
@@ -209,9 +225,7 @@ class LayoutGroup:
         """Bytes of gradients that are not kept on the device."""
         if self.plan.gradient_home == "device":
             return 0.0
-        ends = UnitSizes.none(len(self.layouts)) if self.job.model.is_stack else self._ends(self.units_here())
-        mine, rest = self.states(held)["gradients"], self.states(ends)["gradients"]
-        return mine - rest
+        return self.states(held)["gradients"] - self.states(self.outside)["gradients"]
 
     def block_weights(self, held: UnitSizes) -> BlockWeights:
         """Bytes of the weights of all blocks and of the largest one, with fp32 master weights that are copies."""
@@ -222,13 +236,13 @@ class LayoutGroup:
         def size(unit: UnitSizes) -> Size:
             return self.compute_bytes * unit.whole + masters * unit.trained_whole
 
-        u = self.units_here()
+        u = self.unit_here
         if self.job.model.is_stack:
             return BlockWeights(size(held), np.maximum(size(u["column"]), np.maximum(size(u["row"]), size(u["whole"]))))
         largest = size(u["dense"]) * (self.rank.counts.dense > 0)
         if self.job.model.first_blocks is not None:
             largest = np.maximum(largest, size(u["routed"] + u["experts"]))
-        return BlockWeights(size(held) - size(self._ends(u)), largest)
+        return BlockWeights(size(held) - size(self.outside), largest)
 
     def states(self, held: UnitSizes) -> dict[str, Size]:
         """Bytes that a rank keeps between steps: exact, to the padding of shards."""

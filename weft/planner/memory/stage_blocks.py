@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,13 +38,17 @@ class BlockCounts(NamedTuple):
     """The same, each counted by the share of waiting microbatches that its stage holds."""
 
 
-def _waiting(pp: int, virtual: int, vee_shaped: int, rank: int, stage: int) -> int:
+def _waiting(pp: int, virtual: int, vee_shaped: bool, rank: int, stage: int) -> int:
     """Microbatches that a stage holds besides the one that passes, when its rank holds most."""
     if vee_shaped:
         return rank if stage >= pp else 2 * pp - 2 - rank
     forwards = 2 * (pp - rank - 1) + (virtual - 1) * pp + 1  # before the first backward pass, in groups of pp
     rounds, rest = divmod(forwards, pp * virtual)
     return max(0, rounds * pp + min(max(rest - stage // pp * pp, 0), pp) - 1)
+
+
+Ranks = list[tuple[float, ...]]
+"""BlockCounts of each rank of a pipeline."""
 
 
 class StageBlocks:
@@ -56,7 +61,7 @@ class StageBlocks:
         self._split = cache(partial(split_blocks, job))
         self.job = job
 
-    def _by_rank(self, pp: int, virtual: int, shape: int, pairs: bool, again: int) -> list[tuple[float, ...]]:
+    def _by_rank(self, pp: int, virtual: int, shape: bool, pairs: bool, again: int) -> Ranks:
         """BlockCounts of each rank of a pipeline that recomputes `again` blocks."""
         whole = (self.layers, self.first_dense, again, again)
         if pp == 1:
@@ -82,25 +87,27 @@ class StageBlocks:
 
     def at(self, layouts: Layouts, index: Size) -> BlockCounts:
         """Blocks of pipeline rank `index`."""
-        return BlockCounts(*self._look_up(layouts, index).T[:-1])
+        table = self._look_up(layouts, index, lambda ranks, i: ranks[i])
+        return BlockCounts(*np.array(table[0], float).reshape(-1, 4)[table[1]].T)
 
     def largest(self, layouts: Layouts) -> Size:
         """The first rank between the ends of each pipeline that has more blocks than the first, or more with experts;
         0 where there is none."""
-        return self._look_up(layouts, None)[:, -1].astype(np.int64)
+        table, position = self._look_up(layouts, np.zeros(len(layouts), np.int64), lambda ranks, _: _larger(ranks))
+        return np.array(table, np.int64)[position]
 
-    def _look_up(self, layouts: Layouts, index: Size | None) -> Size:
+    def _look_up(self, layouts: Layouts, index: Size, row: Callable[[Ranks, int], Any]) -> tuple[list[Any], Any]:
+        """A row for each kind of pipeline and rank, and the position of each layout's."""
         piped = layouts.pp > 1
         virtual = np.where(piped, layouts.virtual_stages, 1)
         shape = layouts.back_and_forth & piped
         pairs = (layouts.tp > 1) & (self.job.model.is_stack)
-        index = np.broadcast_to(0 if index is None else index, len(layouts))
         again = np.clip(layouts.recompute_blocks, 0, self.layers)
         first, position = distinct(layouts.pp, virtual, shape, pairs, index, again)
-        table = []
-        for i in first:
-            ranks = self._ranks(int(layouts.pp[i]), int(virtual[i]), int(shape[i]), bool(pairs[i]), int(again[i]))
-            inner = sorted(range(1, len(ranks) - 1), key=lambda r: (-ranks[r][0], ranks[r][1], r))[:1]
-            more = [r for r in inner if ranks[r][0] > ranks[0][0] or ranks[r][1] < ranks[0][1]]
-            table.append((*ranks[int(index[i])], more[0] if more else 0))
-        return np.array(table, float).reshape(-1, 5)[position]
+        columns = (each[first].tolist() for each in (layouts.pp, virtual, shape, pairs, again, index))
+        return [row(self._ranks(*given), i) for *given, i in zip(*columns, strict=True)], position
+
+
+def _larger(ranks: Ranks) -> int:
+    inner = min(range(1, len(ranks) - 1), key=lambda r: (-ranks[r][0], ranks[r][1], r), default=0)
+    return inner if ranks[inner][0] > ranks[0][0] or ranks[inner][1] < ranks[0][1] else 0

@@ -138,8 +138,8 @@ class StepTrace:
         self.loss_waits: Size = 0.0
 
     def run(
-        self, in_flight: Size, pending: Size, accumulation: Size, pipelined: bool, stages: Size, steady: Size,
-        sent: Size, loss_held: Size, losses_wait: Size, alone: Size,
+        self, in_flight: Size, pending: Size, accumulation: Size, pipelined: bool, stages: Size, sent: Size,
+        loss_held: Size, losses_wait: Size, alone: Size,
     ) -> None:  # fmt: skip
         """Trace the passes that may hold the peak: the first microbatch, one with all gradients in place, the last.
 
@@ -171,7 +171,7 @@ class StepTrace:
         w.on = None if np.all(several) else several * 1.0
         self.loss_waits = losses_wait > 1
         if pipelined:
-            fewer = ~(steady | alone) * np.minimum(waiting, 1.0 / stages)
+            fewer = 0.0 * waiting if self.r.steady else ~alone * np.minimum(waiting, 1.0 / stages)
             w.free(fewer * kept, "activations")
             if self.r.split_passes:
                 w.add(alone * self.s.all_later, "activations")
@@ -255,7 +255,7 @@ class StepTrace:
                 self.ahead = self.ahead + (unit.gathered - self.ahead) * (count > 0)
             w.add(self.ahead, "communication")
         w.flash(s.end.backward)
-        w.add(s.hidden - s.end.kept, "activations")
+        w.change(s.hidden - s.end.kept, "activations")
         w.add(s.end.kept * self.loss_waits, "activations")
         w.add(s.head_grad, "gradients")
         if r.in_place and not first:
@@ -276,11 +276,12 @@ class StepTrace:
     def _block_backward(self, unit: Unit, first: bool, last: Size, lowest: Size, final: Size) -> None:
         w = self.w
         for part in unit.parts if self.r.gathers_again else ():
+            w.settle()  # the prefetched unit may be larger
             w.flash((3 if part is unit.experts else 2) * part.gathered - self.ahead, "communication")
             w.flash(2 * part.gathered - self.ahead, "communication")
             more = unit.experts is not None and part is unit
             following = unit.parts[1].gathered if more else unit.gathered * (1 - final * lowest)
-            w.add(part.gathered - self.ahead + following, "communication")
+            w.change(part.gathered - self.ahead + following, "communication")
             self.ahead = w.chosen(following, self.ahead)
         w.flash(unit.passes.backward)
         if self.r.split_passes and not unit.recomputed:
@@ -298,7 +299,7 @@ class StepTrace:
         if unit.experts is not None:
             self.w.free(inner, "activations")
             self._unit_gradients(unit.experts, first, last)
-        self.w.add(inner - unit.passes.kept, "activations")
+        self.w.change(inner - unit.passes.kept, "activations")
         self._unit_gradients(unit, first, last)
 
     def _finish(self, first: bool, last: Size) -> None:
@@ -308,7 +309,7 @@ class StepTrace:
             if first:
                 w.free(s.head_grad, "gradients")
         elif r.sharded:
-            w.add(s.root.gradient - s.head_grad, "gradients")
+            w.change(s.root.gradient - s.head_grad, "gradients")
         self._unit_gradients(s.root, first, last, made=True)
         w.free(s.per_microbatch + s.received, "activations")
         if r.sharded:
@@ -328,7 +329,7 @@ class StepTrace:
         full, shard = unit.elements * FP32_BYTES, unit.shard * FP32_BYTES
         if not r.sharded:
             size = unit.gradient - (self.s.head_grad - self.s.tied_grad if made else 0.0)
-            w.add(size, "gradients")
+            w.change(size, "gradients")
             if r.updates is not None and not made:
                 w.flash(r.updates)
             elif r.gradients_leave and not made:  # one is summed in fp32 while the next is made

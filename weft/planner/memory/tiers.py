@@ -152,6 +152,13 @@ def moved_per_parameter(job: Job, plan: Plan) -> dict[str, float]:
     }  # fmt: skip
 
 
+def coded_states(job: Job, plan: Plan) -> int:
+    """States of a parameter that are stored in fewer bits."""
+    if plan.states == "exact":
+        return 0
+    return int(OPTIMIZERS[job.optim.name].state_per_parameter(job.optim)) + (plan.states == "24bit-master")
+
+
 def fetched_weights(job: Job, plan: Plan, layouts: Layouts) -> Size:
     """Bytes of weights that each pass over a microbatch fetches from host memory."""
     counts = count_parameters(job.model)

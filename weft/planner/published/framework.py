@@ -12,22 +12,30 @@ from weft.planner.calibration import CALIBRATION_FOLDER, Calibration, load_calib
 from weft.planner.published.rows import PublishedRun
 
 
+def device_name(row: PublishedRun) -> str:
+    """The catalog's name of a row's device."""
+    return row.cluster.device.name if row.cluster.device else ""
+
+
 @dataclass(frozen=True)
 class Framework:
-    """A framework's calibration, with variants by device and attention kernel."""
+    """A framework's calibration, with variants by device, precision, attention kernel and words of the notes."""
 
     name: str
     base: Calibration
     variants: dict[str, dict[str, float]]
-    """Changes under keys such as `gpu:h100`, `precision:bf16` or `kernel:torch`."""
+    """Changes under keys such as `gpu:h100`, `precision:bf16`, `kernel:torch` or `notes:eager`."""
 
     def of(self, row: PublishedRun) -> Calibration:
         changed: dict[str, Any] = {}
-        settings = {"gpu": row.text.get("gpu", ""), "kernel": row.kernel, "precision": row.text.get("precision", "")}
         for key, change in self.variants.items():
             kind, value = key.split(":", 1)
-            is_exact = kind == "kernel"
-            if settings[kind] == value if is_exact else settings[kind].lower().startswith(value):
+            if {
+                "gpu": device_name(row).startswith(value),
+                "kernel": row.kernel == value,
+                "precision": row.text.get("precision", "").lower().startswith(value),
+                "notes": re.search(rf"\b{value}\b", row.text.get("notes", ""), re.I) is not None,
+            }[kind]:
                 changed |= change
         return self.base.with_(**changed) if changed else self.base
 
@@ -64,6 +72,7 @@ _RULES: tuple[tuple[str, str, str], ...] = (
     (r"simumax|megatron-?core|mcore", r"", "megatron-core"),
     (r"mosaic|llm-?foundry|composer", r"", "mosaicml"),
     (r"bridge", r"", "megatron-bridge"),
+    (r"automodel", r"", "fsdp"),
     (r"nemo|dgxc|transformer.?engine", _BLACKWELL, "megatron-bridge"),
     (r"nemo|dgxc|transformer.?engine", r"", "nemo"),
     (r"deepspeed", r"", "megatron-deepspeed"),
@@ -81,12 +90,12 @@ def framework_of(row: PublishedRun) -> str:
     """The name of the framework that a row is estimated with."""
     if row.source in SOURCES:
         name = SOURCES[row.source]
-        newer = re.search(_BLACKWELL, row.text.get("gpu", "").lower()) and name == "nemo"
+        newer = re.search(_BLACKWELL, device_name(row)) and name == "nemo"
         return "megatron-bridge" if newer else name
     description = " ".join(
         row.text.get(k, "") for k in ("source", "table", "fsdp_or_zero", "provenance", "notes")
     ).lower()
-    gpu = row.text.get("gpu", "").lower()
+    gpu = device_name(row)
     return next((name for words, on, name in _RULES if re.search(words, description) and re.search(on, gpu)), "default")
 
 

@@ -6,7 +6,7 @@ import csv
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,17 @@ from weft.planner.published.known_models import known_model
 from weft.planner.schedules.registry import SCHEDULE_NAMES
 from weft.planner.search.candidates import PRECISIONS, RECOMPUTES
 
-REQUIRED_COLUMNS = ("layers", "hidden", "heads", "seq_len", "gpu", "gpus")
+REQUIRED_COLUMNS = ("layers", "hidden", "seq_len", "gpu", "gpus")
 """Columns that a table must have; all others are optional."""
 BITSANDBYTES_NF4_BYTES, DOUBLE_QUANTIZATION_BYTES = 0.94, 0.05
 """Bytes for each weight that bitsandbytes keeps in 4 bits, read from runs of LitGPT; and what quantized scales save."""
+USUAL_HEAD_DIM = 128
 FP4_SPEEDUP = 2.0
 """Peak of fp4 products over that of fp8."""
+USABLE_MEMORY, SAME_MEMORY = 0.99, 0.08
+"""GiB that a program can use of a nominal GB of a device; and a difference from the catalog that is only rounding."""
+IDLE_POWER, CLOCK_EXPONENT = 0.17, 0.4
+"""Power of a device without products, as a share of its limit; and the clock's exponent over the power above that."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class Unusable(Exception):
 def _number(text: str) -> float | None:
     """The number of a cell, or None if it is not a number above 0."""
     try:
-        value = float(text)
+        value = float(text.replace(",", "") if re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d*)?", text) else text)
     except ValueError:
         return None
     return value if math.isfinite(value) and value > 0 else None
@@ -156,7 +161,8 @@ def _memory_basis(line: Mapping[str, str]) -> str:
 
 def row_model(line: Mapping[str, str]) -> ModelFacts:
     """The model of a row; facts without a column follow from the model's name."""
-    dim, heads = _need(line, "hidden"), _need(line, "heads")
+    dim = _need(line, "hidden")
+    heads = _need(line, "heads") if line.get("heads") else max(1, dim // USUAL_HEAD_DIM)
     experts = int(_number(line.get("moe_experts", "")) or 0)
     ffn = int(_number(line.get("ffn", "")) or (0 if experts else 4 * dim))
     known = known_model(line.get("model", ""), dim, heads, ffn, experts, _need(line, "layers"))
@@ -223,15 +229,38 @@ _SPELLINGS = (
 )  # fmt: skip
 
 
+def as_described(device: Device, line: Mapping[str, str]) -> Device:
+    """The device with the memory, bandwidth and power limit that the row gives, where they differ from the catalog's.
+
+    Under a power limit the clock is lower: power above idle rises with about its 2.5th power.
+    """
+    text = f"{line['gpu']}; {line.get('notes', '')}"
+    size = re.search(r"(?<![\d.])(\d{1,3})\s*-?GB\b", line["gpu"], re.I)
+    memory = int(size[1]) * USABLE_MEMORY if size else device.memory_gib
+    if abs(memory / device.memory_gib - 1) < SAME_MEMORY or not 0.4 < memory / device.memory_gib < 2.5:
+        memory = device.memory_gib
+    bandwidth = re.search(r"(\d(?:\.\d+)?)\s*TB/s(?:ec)?\b", text)
+    limit = re.search(r"(\d{2,4})\s*W\b[^;,]*\b(?:limit|cap)|(?:limit|cap)[^;,\d]*(\d{2,4})\s*W\b", text, re.I)
+    watts = min(float(limit[1] or limit[2]), device.tdp_w) if limit else device.tdp_w
+    idle = IDLE_POWER * device.tdp_w
+    clock = (max(watts - idle, 0.1 * idle) / (device.tdp_w - idle)) ** CLOCK_EXPONENT
+    return replace(
+        device, memory_gib=memory, tdp_w=watts, matmul_share=device.matmul_share * clock,
+        memory_tb_s=float(bandwidth[1]) if bandwidth else device.memory_tb_s,
+    )  # fmt: skip
+
+
 def row_cluster(line: Mapping[str, str], gpus: int) -> ClusterFacts:
-    device = row_device(line["gpu"])
+    device = as_described(row_device(line["gpu"]), line)
     per_node = int(_number(line.get("gpus_per_node", "")) or 8)
     gb_s, latency = network_of(line.get("inter_net", ""), per_node, device)
     facts = make_cluster(device, gpus, min(per_node, gpus), gb_s, latency)
+    peaks = dict(facts.peak_tflops)
     if "fp4" in line.get("precision", ""):
-        peaks = {**facts.peak_tflops, "fp8": facts.peak_tflops["fp8"] * FP4_SPEEDUP}
-        facts = ClusterFacts(**{**facts.__dict__, "peak_tflops": peaks})
-    return facts
+        peaks["fp8"] *= FP4_SPEEDUP
+    if "tf32" in line.get("precision", "").lower():
+        peaks["fp32"] = max(peaks["fp32"], peaks["bf16"] / 2)
+    return replace(facts, peak_tflops=peaks)
 
 
 def network_of(text: str, per_node: int, device: Device) -> tuple[float, float]:
@@ -240,13 +269,13 @@ def network_of(text: str, per_node: int, device: Device) -> tuple[float, float]:
     usual = find_network(default_network(device))
     latency = 5.0 if re.search(r"roce|ethernet|efa", text, re.I) else usual.latency_us
     cards = re.findall(r"(\d+)\s*x\s*(?:\S* ?ConnectX-\d+ (?:IB \w+ )?)?(\d+)\s*(Gb|GB)", text)
-    if cards:  # the compute network, where storage has its own
-        total = max(int(count) * int(speed) / (8 if unit == "Gb" else 1) for count, speed, unit in cards)
+    total = max((int(count) * int(speed) / (8 if unit == "Gb" else 1) for count, speed, unit in cards), default=0)
+    if total:  # the compute network, where storage has its own
         return total / per_node, latency
     if found := re.search(r"\b([xnhe]dr|slingshot)\b", text, re.I):
         word = found[1].lower()
         return find_network("slingshot-11" if word == "slingshot" else f"ib-{word}").gb_s, latency
-    if found := re.search(r"(\d+)\s*Gb(?:ps|/s)", text):
+    if found := re.search(r"([1-9]\d*)\s*Gb(?:ps|/s)", text):
         return int(found[1]) / 8 / per_node, latency
     return usual.gb_s, latency
 
@@ -262,18 +291,17 @@ def _layout(line: Mapping[str, str], gpus: int) -> tuple[dict[str, int], float]:
     micro = micro or 1.0
     batch = batch or micro * dp
     words = line.get("fsdp_or_zero", "").lower()
-    zero = _zero(words)
+    zero = int(_named(_ZERO_STAGES, words, "0"))
+    if pp > 1 and "fsdp" in words:  # weights stay gathered and gradients whole until the last microbatch
+        zero = 1
     shard = re.search(r"shard=(\d+)", words)
     shards = int(shard.group(1)) if shard else dp
     if "hsdp" in words:
         shards = min(dp, int(_number(line.get("gpus_per_node", "")) or 8))
     if shards < 1 or dp % shards:
         shards = dp
-    precision = (line.get("precision") or "bf16").lower()
-    code = "fp8" if "fp8" in precision or "fp4" in precision else "bf16" if "bf16" in precision else precision[:4]
-    if code not in PRECISIONS:
-        code = "bf16"
-    recompute = next((name for name in ("full", "selective") if line.get("recompute", "").startswith(name)), "none")
+    code = _named(_PRECISIONS, line.get("precision", ""), "bf16")
+    recompute = _named(_RECOMPUTES, line.get("recompute", ""), "none")
     schedule = "interleaved-1f1b" if vpp > 1 and pp > 1 else "1f1b"
     if re.search(r"schedule=ZB-(1p|H1)", line.get("notes", "")):
         schedule = "zb-h1"
@@ -289,14 +317,20 @@ def _layout(line: Mapping[str, str], gpus: int) -> tuple[dict[str, int], float]:
     }, batch  # fmt: skip
 
 
-def _zero(words: str) -> int:
-    if "not stated" in words:
-        return 0
-    if "zero-3" in words or "fsdp" in words or "hsdp" in words or "full_shard" in words:
-        return 2 if "zero-2" in words else 3
-    if "zero-2" in words:
-        return 2
-    return 1 if "zero-1" in words or "distributed" in words else 0
+# What tables write, and what it means: the first pattern that matches
+_PRECISIONS = (
+    (r"fp8|fp4|float8", "fp8"), (r"bf16|bfloat", "bf16"), (r"fp16|float16|half|amp|\b16", "fp16"),
+    (r"[ft][fl].*32|\b32|fp64", "fp32"),
+)  # fmt: skip
+_RECOMPUTES = ((r"selective|partial|^sac", "selective"), (r"^(full|true|yes|on|1|all|block|uniform)", "full"))
+_ZERO_STAGES = (
+    (r"not stated", "0"), *((rf"(zero|stage)[-_ ]?(stage[-_ ]?)?{n}", str(n)) for n in (2, 3, 1, 0)),
+    (r"shard_grad_op", "2"), (r"fsdp|full_shard|hsdp", "3"), (r"distributed.?optim|distributed$", "1"),
+)  # fmt: skip
+
+
+def _named(table: tuple[tuple[str, str], ...], text: str, usual: str) -> str:
+    return next((name for words, name in table if re.search(words, text, re.I)), usual)
 
 
 def _time(line: Mapping[str, str], status: str, gpus: int, batch: float, seq_len: float) -> tuple[float | None, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ from weft.planner.search.candidates import RECOMPUTES
 Floats = NDArray[np.float64]
 HALF_WEIGHT_ROWS = 2.0
 """Number of other rows of a source at which their common factor is applied by half."""
-MIN_ROWS_TO_FIT = 8
-"""Number of rows from which several values are fitted instead of one factor."""
+MIN_ROWS_TO_FIT, MIN_MODELS_TO_FIT = 8, 3
+"""Number of rows, and of models among them, from which several values are fitted instead of one factor."""
 FITTED_VALUES = ("matmul", "attention", "traffic", "host_us", "link", "network", "overlap_dp")
 """The calibration values that are fitted, each near the framework's own."""
 FOLDS = 5
+CERTAIN_EXCESS = 3.0
+"""Predicted peak over the device's memory from which a layout certainly does not fit, whatever the model's error."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,21 @@ def predict(
     vague = [RECOMPUTES[row.layout["recompute"]] == "selective" and choose(row).fused > 0 for row in rows]
     silent = [i for i, row in enumerate(rows) if not fits[i] and (vague[i] or not row.text.get("recompute"))]
     for i in silent:
-        row = rows[i]
-        saving = PublishedRun(**{**row.__dict__, "layout": {**row.layout, "recompute": RECOMPUTES.index("full")}})
-        fits[i] = estimate_rows([saving], choose(row)).fits[0]
+        saving = estimate_rows([with_full_recompute(rows[i])], choose(rows[i]))
+        fits[i] = saving.fits[0]
+        if fits[i] and must_recompute(rows[i], peak[i]):
+            seconds[i] = saving.step_time_s[0]
     factor = _refit(rows, seconds, choose) if scale else np.ones(len(rows))
     return Predictions(list(rows), seconds * factor, peak, fits, factor)
+
+
+def with_full_recompute(row: PublishedRun) -> PublishedRun:
+    return replace(row, layout={**row.layout, "recompute": RECOMPUTES.index("full")})
+
+
+def must_recompute(row: PublishedRun, peak_gib: float) -> bool:
+    """Whether a run that does not give its recompute cannot have worked without, by a wide margin."""
+    return bool(row.fitted) and not row.text.get("recompute") and peak_gib > CERTAIN_EXCESS * row.cluster.memory_gib
 
 
 def _refit(rows: Sequence[PublishedRun], seconds: Floats, choose: Callable[[PublishedRun], Calibration]) -> Floats:
@@ -97,7 +109,7 @@ def _by_others(
     others: list[int],
     choose: Callable[[PublishedRun], Calibration],
 ) -> Floats:
-    """Fit several values on enough other rows of the same framework, or one factor on fewer."""
+    """Fit several values on enough other rows of the same framework and of several models, or one factor on fewer."""
     off = [np.log(rows[i].seconds or 1.0) - np.log(seconds[i]) for i in others]
     out = np.full(len(inside), np.exp(len(others) / (len(others) + HALF_WEIGHT_ROWS) * np.median(off)))
     by: dict[Calibration, list[int]] = {}
@@ -105,7 +117,7 @@ def _by_others(
         by.setdefault(choose(rows[i]), []).append(place)
     for cal, places in by.items():
         alike = [rows[i] for i in others if choose(rows[i]) == cal]
-        if len(alike) >= MIN_ROWS_TO_FIT:
+        if len(alike) >= MIN_ROWS_TO_FIT and len(set(_groups(alike))) >= MIN_MODELS_TO_FIT:
             predicted = estimate_rows(
                 [rows[inside[p]] for p in places], fit(alike, cal, FITTED_VALUES, steps=12, width=1.0)
             )

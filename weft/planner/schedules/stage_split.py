@@ -82,12 +82,11 @@ def _smallest_largest(sums: Sequence[int], stages: int) -> int:
     """By bisection: the least limit under which filling one stage after the other needs no more than `stages`."""
     most = max(b - a for a, b in pairwise(sums))
     low = max(most, -(-sums[-1] // stages))
-    high = low + most
-    while low < high:
-        middle = (low + high) // 2
-        fits = _filled(sums, stages, middle)[-1] == len(sums) - 1
-        low, high = (low, middle) if fits else (middle + 1, high)
-    return low
+    # a limit that changes the filling is the cost of some run of parts
+    limits = {sums[j] - a for a in sums for j in range(bisect_left(sums, a + low), bisect_right(sums, a + low + most))}
+    sizes = sorted({low, *limits})
+    last = len(sums) - 1
+    return sizes[bisect_left(sizes, True, key=lambda limit: _filled(sums, stages, limit)[-1] == last)]
 
 
 def _most_even(sums: Sequence[int], stages: int) -> list[tuple[int, int]]:

@@ -137,9 +137,11 @@ def distinct(*columns: Any) -> tuple[IntArray, IntArray]:
     largest = 8 * count + 4096
     key, size = np.zeros(count, np.int64), 1
     for column in columns if count else ():
-        digit = np.asarray(column).astype(np.int64)
-        digit -= digit.min()
-        base = int(digit.max()) + 1
+        digit = np.asarray(column, np.int64)
+        low, high = int(digit.min()), int(digit.max())
+        if low == high:
+            continue
+        digit, base = digit - low if low else digit, high - low + 1
         if base > largest:
             values, digit = np.unique(digit, return_inverse=True)
             base = len(values)

@@ -14,6 +14,9 @@ LINK_GB_S = {"cpu": 4.0, "cuda": 20.0}
 DISK_READ_GB_S, DISK_WRITE_GB_S = 3.0, 2.0
 """Of an NVMe disk, where it was not measured."""
 
+CODED_STATE_NS = {"cpu": 0.0, "cuda": 0.03}
+"""To decode and encode a state of a parameter in an update (H200, bench/tiers_gpu.py with three states: 0.09)."""
+
 
 @dataclass(frozen=True)
 class Links:

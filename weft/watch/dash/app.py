@@ -175,7 +175,7 @@ def _integer(request: Request, name: str, default: int | None) -> int | None:
     except ValueError:
         value = -1
     if not 0 <= value < 2**53:
-        raise _BadRequest(f"{name}={text[:40]} must be an integer of at least 0")
+        raise _BadRequest(f"{name}={text[:40]} must be an integer from 0 to 2**53 - 1")
     return value
 
 

@@ -163,7 +163,9 @@ def list_logs(folder: Path) -> list[dict[str, Any]]:
     except OSError:
         return []
     digits = re.compile(r"\d+")
-    return sorted(found, key=lambda f: (*map(int, digits.findall(str(f["file"]))[:2]), str(f["file"])))
+    return sorted(
+        found, key=lambda f: ([int(n) for n in digits.findall(str(f["file"]))[:2]] or [1 << 32], str(f["file"]))
+    )
 
 
 def read_log(folder: Path, file: str, start: int | None, search: str = "") -> dict[str, Any]:

@@ -63,5 +63,6 @@ def listen_on(host: str, port: int) -> socket.socket:
         sock.listen(128)  # requests wait until the server has started
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise MachineError(f"cannot listen on {host}:{port}: {why}; give another --port (0 takes a free one)") from None
+        free = "give another --host or --port (port 0 takes a free one)"
+        raise MachineError(f"cannot listen on {host}:{port}: {why}; {free}") from None
     return sock

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from weft.job.run_folder import RunDir
 from weft.watch.diagnose.evidence import RunEvidence, number, read_evidence
 from weft.watch.diagnose.failures import failure
@@ -16,14 +18,17 @@ DETECTORS: tuple[Detector, ...] = (
     neighbour,
 )  # fmt: skip
 """Causes of a slow run. A failure comes first."""
+MORE_MEMORY: tuple[Detector, ...] = (unneeded_recompute, small_microbatch)
+"""Those whose fix takes more memory."""
 
 
 def diagnose(run: RunDir) -> tuple[list[Finding], RunEvidence]:
     """The findings of a run, and what they were found in."""
     found = read_evidence(run)
-    slow = [finding for detect in DETECTORS if (finding := detect(found)) is not None]
-    slow.sort(key=lambda finding: -(finding.costs_percent or 0.0))
     failed = failure(found)
+    skipped = MORE_MEMORY if failed is not None and failed.cause == "out_of_memory" else ()
+    slow = [finding for detect in DETECTORS if detect not in skipped and (finding := detect(found)) is not None]
+    slow.sort(key=lambda finding: -(finding.costs_percent or 0.0))
     return ([failed] if failed else []) + slow, found
 
 
@@ -48,11 +53,10 @@ def _summary(found: RunEvidence) -> str:
     if planned:
         text += f" ({milliseconds(planned)} planned)"
     if table is not None:
-        total = float(table.seconds.mean())
-        shares = {
-            "computing": float(table.figures["busy_s"].mean()),
-            "waiting for data": float(table.get("data_s").mean()),
-        }
-        shares |= {f"waiting on {axis}": float(w.mean()) for axis, w in table.waits.items()}
+        # medians, because a rank may wait for a trace or an evaluation, which is not part of the step's time
+        total = float(np.median(table.seconds))
+        parts = {"computing": table.figures["busy_s"], "waiting for data": table.get("data_s")}
+        parts |= {f"waiting on {axis}": waits for axis, waits in table.waits.items()}
+        shares = {what: float(np.median(part.mean(axis=1))) for what, part in parts.items()}
         text += "; " + ", ".join(f"{what} {percent(s / total)}" for what, s in shares.items() if s / total >= 0.005)
     return text + "."

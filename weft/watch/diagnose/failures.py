@@ -7,7 +7,8 @@ from typing import Any
 from weft.watch.diagnose.evidence import RunEvidence, number
 from weft.watch.diagnose.finding import Finding
 
-ENDS = ("start", "resume", "done", "stop", "diverged", "failed")
+STARTS = ("start", "resume")
+ENDS = ("done", "stop", "diverged", "failed")
 FIXES = {
     "out_of_memory": "a smaller train.microbatch, memory.recompute=full, or more ranks (weft plan JOB lists what fits)",
     "diverged": "a lower optim.lr, a longer optim.warmup, precision=fp32, or other data from the step named above",
@@ -16,7 +17,7 @@ FIXES = {
     "disk_full": "free space on the disk of the run folder, or set runs_dir to another one; then start again",
     "machine": "weft doctor checks the machine; start the same command again to resume",
     "job": "change the job as the message says",
-    "error": "the rank's log has the traceback; after a change start the same command again to resume",
+    "error": "read the end of the rank's log; after a change start the same command again to resume",
 }
 """What to try, by kind of failure."""
 FAULT_KINDS = {
@@ -24,24 +25,30 @@ FAULT_KINDS = {
     "disk_full": "disk_full", "nan": "diverged", "spike": "diverged", "divergence": "diverged",
 }  # fmt: skip
 """Kind of failure by the name of a fault in events.jsonl."""
+KINDS_BY_CODE = {2: "job", 3: "out_of_memory", 4: "machine", 5: "hang", 6: "diverged"}
+"""Kind of failure by exit code."""
 HARMLESS = ("slow_rank", "slow_link", "stall", "damaged", "supervisor")
 
 
 def failure(found: RunEvidence) -> Finding | None:
     """The first cause of a run that has failed; None for one that is done, stopped or still running."""
-    ends = [i for i, e in enumerate(found.events) if e.get("event") in ENDS]
-    last = found.events[ends[-1]] if ends else {}
+    events = found.events
+    begin = max((i for i, e in enumerate(events) if e.get("event") in STARTS), default=0)
+    ends = [e for e in events[begin:] if e.get("event") in ENDS]
+    last = ends[-1] if ends else {}
     if last.get("event") in ("done", "stop"):
         return None
     if last.get("event") == "diverged":
-        return _finding("diverged", None, f"at step {last.get('step')}: {last.get('why')}", found)
-    unhealed = _unrecovered(found.events[ends[-1] :] if ends else found.events)
+        return _finding("diverged", None, _with_step(last), found)
+    unhealed = _unrecovered(events[begin:])
     first = next((f for f in found.failures if not f.get("echo")), None) or next(iter(found.failures), None)
     if unhealed is not None and (first is None or unhealed.get("rank") not in (None, first.get("rank"))):
-        fault = FAULT_KINDS.get(str(unhealed.get("fault")), "error")
-        return _finding(fault, unhealed.get("rank"), _said(unhealed), found)
+        killed = "killed by" in str(unhealed.get("why"))
+        fault = "killed" if killed else FAULT_KINDS.get(str(unhealed.get("fault")), "error")
+        return _finding(fault, unhealed.get("rank"), _evidence_of(unhealed), found)
     if first is None:
-        return None
+        kind = KINDS_BY_CODE.get(int(number(last.get("code")) or 0), "error")
+        return _finding(kind, None, _with_step(last), found) if last else None
     kind = _kind_of(first)
     where = f" in {first['where']}" if first.get("where") else ""
     message = str(first.get("message") or "").strip().split("\n")[0][:400]
@@ -59,9 +66,14 @@ def _unrecovered(events: list[dict[str, Any]]) -> dict[str, Any] | None:
     return open_fault
 
 
-def _said(event: dict[str, Any]) -> str:
-    step = f" at step {event['step']}" if event.get("step") is not None else ""
-    return f"{event.get('fault')}{step}: {event.get('why')}"
+def _evidence_of(event: dict[str, Any]) -> str:
+    fault = "" if event.get("fault") == "exit" else f"{event.get('fault')}: "
+    return fault + _with_step(event)
+
+
+def _with_step(event: dict[str, Any]) -> str:
+    why, step = str(event.get("why")), event.get("step")
+    return why if step is None or "at step" in why else f"{why} at step {step}"
 
 
 def _kind_of(failure: dict[str, Any]) -> str:
@@ -71,8 +83,7 @@ def _kind_of(failure: dict[str, Any]) -> str:
         return "out_of_memory"
     if "no space left" in text:
         return "disk_full"
-    by_code = {2: "job", 3: "out_of_memory", 4: "machine", 5: "hang", 6: "diverged"}
-    return by_code.get(int(code) if code is not None else 0, "machine" if failure.get("machine") else "error")
+    return KINDS_BY_CODE.get(int(code) if code is not None else 0, "machine" if failure.get("machine") else "error")
 
 
 def _finding(kind: str, rank: Any, evidence: str, found: RunEvidence) -> Finding:

@@ -35,4 +35,4 @@ def percent(share: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

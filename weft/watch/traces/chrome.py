@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from weft.job.errors import check_output_file
 from weft.watch.profiler_trace import FLYING
 from weft.watch.traces.breakdown import RankTrace
 
@@ -123,6 +124,7 @@ def _opened(path: Path, compressed: bool) -> TextIO:
 
 def write_trace(path: Path, events: Iterable[Event], about: Mapping[str, Any]) -> None:
     """Write the file, compressed if its name ends in .gz. It appears under its name when it is complete."""
+    check_output_file(path, "the trace", "trace.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     with _opened(partial, path.suffix == ".gz") as out:

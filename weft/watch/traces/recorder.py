@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ class StepRecorder:
         self.ranges = StepRanges(nvtx=self.cuda)
         self.timeline = CommTimeline(torch.device("cpu"))  # on a GPU messages are kernels
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])]
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints lines of its own
         self.profiler = profile(activities=kinds)
         self.steps: list[tuple[int, float, float]] = []
         self._step: tuple[int, float] | None = None

@@ -31,7 +31,7 @@ class TrackerSink:
 
     def __init__(self, run: RunDir, job: Job, tracker: str, state: dict[str, Any] | None = None) -> None:
         self.name, self.run, self.job, self.tracker = f"tracker {tracker}", run, job, tracker
-        self.path = run.path / STATE_FOLDER / f"{tracker}.json"
+        self.path: Path | None = run.path / STATE_FOLDER / f"{tracker}.json"
         self.state = state
         self.adapter: TrackerAdapter | None = None
         self.early: list[dict[str, Any]] = []
@@ -69,6 +69,7 @@ class TrackerSink:
 
     def _open(self) -> None:
         if self.state is None:
+            assert self.path is not None
             try:
                 self.state = json.loads(self.path.read_text(encoding="utf-8"))
             except (OSError, ValueError):
@@ -92,6 +93,8 @@ class TrackerSink:
         self.state["events"] = at
 
     def _save(self) -> None:
+        if self.path is None:
+            return
         self.path.parent.mkdir(exist_ok=True)
         temporary = self.path.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps(self.state), encoding="utf-8")
@@ -123,14 +126,14 @@ def _collect(value: dict[str, Any], prefix: str, found: dict[str, float]) -> Non
             found[f"{name}.max"] = float(max(inner))
 
 
-def export_to_tracker(run: RunDir, job: Job, tracker: str, folder: Path | None) -> int:
-    """Write a finished run to a tracker. Returns the number of steps."""
+def export_to_tracker(run: RunDir, job: Job, tracker: str, folder: Path | None) -> tuple[int, str]:
+    """Write a finished run to a tracker. Returns the number of steps and where they are."""
     from weft.watch.journal import read_jsonl, read_metrics
 
     state: dict[str, Any] = {"own": {"folder": str(folder)} if folder else {}}
     sink = TrackerSink(run, job, tracker, state)
-    sink.path = run.path / STATE_FOLDER / f"{tracker}-export.json"
+    sink.path = None
     records = read_metrics(run.metrics)
     sink.feed(records, read_jsonl(run.events))
     sink.finish(ended=True)
-    return len(records)
+    return len(records), str(state["own"].get("folder", tracker))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -11,6 +12,7 @@ import yaml
 from weft.job.errors import Exit, MachineError
 from weft.launch.targets.kubernetes.client import KubernetesClient
 from weft.launch.targets.kubernetes.manifests import build_manifests
+from weft.launch.targets.kubernetes.pod import workdir
 from weft.launch.targets.target import (
     EXIT_FILE,
     OUTPUT,
@@ -26,6 +28,8 @@ from weft.launch.targets.target import (
 MANIFESTS, LOG_OFFSETS = "kubernetes.yaml", "pod-logs.json"
 POLL_S = 2.0
 """Least time between two questions to the API about one run."""
+DOCTOR_TIMEOUT_S = 300.0
+"""How long the pods of `weft doctor --on kubernetes` may take, with the pull of their image."""
 ENDS = {"Complete": True, "Completed": True, "Succeeded": True, "Failed": False}
 """Conditions of a workload that has ended, of all kinds, and whether it succeeded."""
 
@@ -84,11 +88,10 @@ class KubernetesTarget(Target):
         if workload is None:
             return JobStatus(JobState.LOST, detail="the workload was deleted")
         pods = client.pods(workload["metadata"]["name"])
-        for condition in workload.get("status", {}).get("conditions", ()):
-            if condition["type"] in ENDS and condition["status"] == "True":
-                code = int(Exit.DONE) if ENDS[condition["type"]] else failed_code(pods)
-                _write_exit(record, code)
-                return JobStatus(JobState.ENDED, code, condition.get("message", ""))
+        if (condition := _ended(workload)) is not None:
+            code = int(Exit.DONE) if ENDS[condition["type"]] else failed_code(pods)
+            _write_exit(record, code)
+            return JobStatus(JobState.ENDED, code, condition.get("message", ""))
         running = [pod for pod in pods if pod.get("status", {}).get("phase") == "Running"]
         if running:
             return JobStatus(JobState.RUNNING)
@@ -103,6 +106,27 @@ class KubernetesTarget(Target):
         for manifest in manifests[:-1]:
             client.start_delete(manifest)
         _write_exit(record, int(Exit.PREEMPTED))
+
+    def run_on_nodes(self, request: LaunchRequest, command: list[str]) -> str:
+        """Run a command in the pods of a workload of its own, which is deleted afterwards."""
+        inside = f"{workdir(request)}/{request.job.runs_dir}/{request.job.name}"
+        command = [word.replace(str(request.run.path), inside) for word in command]
+        manifests = build_manifests(replace(request, command=tuple(command)))
+        client, name = KubernetesClient(request.cluster.kubernetes), manifests[-1]["metadata"]["name"]
+        deadline = time.monotonic() + DOCTOR_TIMEOUT_S
+        try:
+            for manifest in manifests:
+                client.create(manifest)
+            while not _ended(client.read(manifests[-1]) or {}):
+                if time.monotonic() > deadline:
+                    phases = [str(pod.get("status", {}).get("phase")) for pod in client.pods(name)]
+                    found = f"its pods are {', '.join(phases)}" if phases else "it has no pods"
+                    raise MachineError(f"{name} has not ended within {DOCTOR_TIMEOUT_S:.0f} s: {found}")
+                time.sleep(POLL_S)
+            return b"".join(client.log(pod["metadata"]["name"]) for pod in client.pods(name)).decode(errors="replace")
+        finally:
+            for manifest in reversed(manifests):
+                client.start_delete(manifest)
 
     def output(self, record: LaunchRecord, offset: int) -> tuple[bytes, int]:
         if time.monotonic() - self._logs_at > POLL_S:
@@ -125,6 +149,12 @@ class KubernetesTarget(Target):
                 file.write(text[offsets.get(pod["metadata"]["uid"], 0) :])
                 offsets[pod["metadata"]["uid"]] = len(text)
         path.write_text(json.dumps(offsets), encoding="utf-8")
+
+
+def _ended(workload: dict[str, Any]) -> dict[str, Any] | None:
+    """The condition with which a workload has ended."""
+    conditions = workload.get("status", {}).get("conditions", ())
+    return next((c for c in conditions if c["type"] in ENDS and c["status"] == "True"), None)
 
 
 def failed_code(pods: list[dict[str, Any]]) -> int:

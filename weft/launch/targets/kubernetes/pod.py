@@ -113,7 +113,8 @@ def _container(request: LaunchRequest, map_exit_codes: bool) -> dict[str, Any]:
             "pods need an image with Weft: build deploy/Dockerfile.cpu or deploy/Dockerfile.cuda and set cluster.image"
         )
     python = cluster.python or "python3"
-    command = [python, "-m", "weft", "train", f"{JOB_FOLDER}/{SUBMITTED_JOB}", "--nproc", str(request.ranks_per_node)]
+    train = [python, "-m", "weft", "train", f"{JOB_FOLDER}/{SUBMITTED_JOB}", "--nproc", str(request.ranks_per_node)]
+    command = list(request.command) or train
     if cluster.setup:
         command = ["sh", "-c", "\n".join([*cluster.setup, 'exec "$@"']), "weft", *command]
     if map_exit_codes:
