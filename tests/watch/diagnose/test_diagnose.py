@@ -1,6 +1,7 @@
 """Causes found in the folders of runs."""
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -186,6 +187,11 @@ def test_failed_runs(tmp_path: Path) -> None:
     assert (one.cause, one.rank) == ("killed", 1) and "rank 1: was killed by SIGKILL at step 12 (log: " in one.evidence
     (one,) = found(write(tmp_path / "a3", events=({**failed, "code": 4, "why": "no disk"},)))
     assert (one.cause, one.rank, one.evidence) == ("machine", None, "no disk at step 12")
+    run = write(tmp_path / "a4")
+    for path in run.path.iterdir():
+        os.utime(path, (0, 0))
+    (one,) = found(run)
+    assert one.cause == "killed" and "and has recorded no end" in one.evidence
     healed = {"kind": "recovered", "fault": "kill", "how": "memory", "step": 13}
     assert found(write(tmp_path / "b", events=(fault, healed))) == []
     run = write(tmp_path / "c", memory={"recompute": "full"})  # which is not called unneeded

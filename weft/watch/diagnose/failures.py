@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+from weft.watch.dash.run_catalog import RunEntry
 from weft.watch.diagnose.evidence import RunEvidence, number
 from weft.watch.diagnose.finding import Finding
+from weft.watch.progress import duration
 
 STARTS = ("start", "resume")
 ENDS = ("done", "stop", "diverged", "failed")
@@ -47,12 +50,26 @@ def failure(found: RunEvidence) -> Finding | None:
         fault = "killed" if killed else FAULT_KINDS.get(str(unhealed.get("fault")), "error")
         return _finding(fault, unhealed.get("rank"), _evidence_of(unhealed), found)
     if first is None:
-        kind = KINDS_BY_CODE.get(int(number(last.get("code")) or 0), "error")
-        return _finding(kind, None, _with_step(last), found) if last else None
+        if not last:
+            return _without_end(found)
+        return _finding(KINDS_BY_CODE.get(int(number(last.get("code")) or 0), "error"), None, _with_step(last), found)
     kind = _kind_of(first)
     where = f" in {first['where']}" if first.get("where") else ""
     message = str(first.get("message") or "").strip().split("\n")[0][:400]
     return _finding(kind, first.get("rank"), f"{first.get('kind') or 'it failed'}{where}: {message}", found)
+
+
+def _without_end(found: RunEvidence) -> Finding | None:
+    """A run that writes no more and has recorded no end."""
+    seen = RunEntry(found.run.path.name, found.run.path).summary()
+    if not found.events or seen["status"] != "Not finished":
+        return None
+    quiet = duration(time.time() - seen["updated"])
+    gone = "its processes were killed, or the folder was moved"
+    evidence = f"the run has written nothing for {quiet} and has recorded no end: {gone}"
+    return Finding(
+        "killed", evidence, "start the same command again to resume; dmesg and last reboot may have a reason"
+    )
 
 
 def _unrecovered(events: list[dict[str, Any]]) -> dict[str, Any] | None:
