@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import psutil
 import pytest
@@ -50,13 +50,20 @@ def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_refusal_of_the_server_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray.job_submission
-    from ray.exceptions import RayError
+    class RayError(Exception):
+        pass
 
     def refuse(address: str) -> None:
         raise RayError("Authentication required: no token\nmore")
 
-    monkeypatch.setattr(ray.job_submission, "JobSubmissionClient", refuse)
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    for name, contents in {
+        "exceptions": {"RayError": RayError},
+        "job_submission": {"JobSubmissionClient": refuse},
+    }.items():
+        module = ModuleType(f"ray.{name}")
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     with pytest.raises(MachineError, match="refuses: Authentication required: no token; Ray reads RAY_AUTH_MODE"):
         ray_target.connect("http://head:8265")
 
