@@ -114,8 +114,8 @@ def read_catalog(path: Path | str) -> Catalog:
     )
 
 
-def safe_load(text: str) -> Any:
-    """yaml.safe_load, by libyaml where it is available: the catalog is read by every command."""
+def safe_load(text: str | bytes) -> Any:
+    """yaml.safe_load, by libyaml, which is faster, where it is available."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
     try:
         return loader.get_single_data()

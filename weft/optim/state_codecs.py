@@ -127,7 +127,7 @@ def _from_bf16(stored: Tensor, values: Tensor) -> None:
     values.copy_(stored)
 
 
-def _to_byte(values: Tensor, stored: Tensor, rounding: Rounding | None = None) -> None:
+def _to_byte(values: Tensor, stored: Tensor, rounding: object) -> None:
     stored.copy_(values >> 8)
 
 
@@ -207,7 +207,7 @@ def _bf16_kernel(values: Tensor, stored: Tensor, rounding: Rounding | None) -> N
 
 BF16 = StateCodec(torch.bfloat16, lambda shape: shape, _to_bf16, _from_bf16, encode_kernel=_bf16_kernel)
 LOW_BYTE = StateCodec(
-    torch.int8, lambda shape: shape, lambda values, stored, random: _to_byte(values, stored), _from_byte, torch.int16,
+    torch.int8, lambda shape: shape, _to_byte, _from_byte, torch.int16,
     encode_kernel=_to_byte, decode_kernel=_from_byte,
 )  # fmt: skip
 """The upper byte of a low half, after round_to_24_bits_()."""

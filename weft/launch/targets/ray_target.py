@@ -11,6 +11,7 @@ from typing import Any
 from weft.job.errors import MachineError
 from weft.launch.targets.ray_driver import OUTPUT, STOP_FILE
 from weft.launch.targets.target import (
+    DOCTOR_TIMEOUT_S,
     JobState,
     JobStatus,
     LaunchRecord,
@@ -21,7 +22,7 @@ from weft.launch.targets.target import (
 )
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
-POLL_S, DOCTOR_TIMEOUT_S = 2.0, 300.0
+POLL_S = 2.0
 
 
 class RayTarget(Target):

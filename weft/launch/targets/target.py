@@ -40,6 +40,10 @@ class JobState(StrEnum):
     """It is gone without an exit code."""
 
 
+DOCTOR_TIMEOUT_S = 300.0
+"""How long a target may take to run a probe on all nodes, with the pull of an image."""
+
+
 @dataclass(frozen=True)
 class JobStatus:
     """State of a launched run, with its exit code once it has ended."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from weft.hardware.catalog import safe_load
 from weft.watch.dash.folder_files import last_lines, parse_object, read_inside, read_json, signature
 from weft.watch.dash.metric_records import has_step
 from weft.watch.dash.metric_series import MetricSeries
@@ -31,7 +32,6 @@ SILENT_S = 60.0
 SILENT_STEPS = 20
 SUMMARY_KEYS = ("loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "step_time_s", "peak_memory_gib")
 ENDED = ("good", "bad")
-YamlLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class RunEntry:
@@ -54,7 +54,7 @@ class RunEntry:
         if at != self._job[0]:
             text = read_inside(self.folder, "job.yaml", limit=1 << 18)
             try:
-                raw = yaml.load(text, Loader=YamlLoader)  # noqa: S506  a safe loader, in C where there is one
+                raw = safe_load(text)
             except (yaml.YAMLError, RecursionError, ValueError, TypeError, AttributeError):
                 raw = None
             self._job = (at, raw if isinstance(raw, dict) else {})

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from weft.job.run_folder import RunDir
+from weft.planner.number_format import seconds
 from weft.watch.diagnose.evidence import RunEvidence, number, read_evidence
 from weft.watch.diagnose.failures import failure
-from weft.watch.diagnose.finding import Detector, Finding, milliseconds, percent
+from weft.watch.diagnose.finding import Detector, Finding, percent
 from weft.watch.diagnose.layout import large_bubble, small_microbatch, unneeded_recompute
 from weft.watch.diagnose.links import slow_link
 from weft.watch.diagnose.ranks import data_starved, host_bound, neighbour, slow_rank
@@ -48,10 +49,10 @@ def _summary(found: RunEvidence) -> str:
     table, records = found.table, found.records
     if not records:
         return f"{found.run.path}: no steps are recorded."
-    text = f"{found.run.path}: {len(records)} steps of {milliseconds(found.step_s)}"
+    text = f"{found.run.path}: {len(records)} steps of {seconds(found.step_s)}"
     planned = number((found.plan.predicted if found.plan else {}).get("step_time_s"))
     if planned:
-        text += f" ({milliseconds(planned)} planned)"
+        text += f" ({seconds(planned)} planned)"
     if table is not None:
         # medians, because a rank may wait for a trace or an evaluation, which is not part of the step's time
         total = float(np.median(table.seconds))

@@ -32,7 +32,3 @@ Detector = Callable[[RunEvidence], Finding | None]
 
 def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

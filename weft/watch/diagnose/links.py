@@ -7,9 +7,10 @@ import statistics
 import numpy as np
 
 from weft.planner.model.cluster_facts import cluster_facts
+from weft.planner.number_format import seconds
 from weft.planner.ranks import device_of
 from weft.watch.diagnose.evidence import RunEvidence, number
-from weft.watch.diagnose.finding import Finding, milliseconds, percent
+from weft.watch.diagnose.finding import Finding, percent
 
 MIN_SHARE = 0.12
 """Share of the step that every rank waits for messages, from which it is worth a finding."""
@@ -61,8 +62,8 @@ def _became_slow(found: RunEvidence) -> Finding | None:
         share = (after - before) / float(np.median(late.seconds))
         if after > SLOW_RATIO * before and share > MIN_SHARE:
             evidence = (
-                f"messages on {axis} take {milliseconds(after)} a step at the end of the run and took "
-                f"{milliseconds(before)} at its start, on every rank"
+                f"messages on {axis} take {seconds(after)} a step at the end of the run and took "
+                f"{seconds(before)} at its start, on every rank"
             )
             return Finding("slow_link", evidence, FIX, None, 100 * share)
     return None

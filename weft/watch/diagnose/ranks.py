@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from weft.planner.number_format import seconds
 from weft.watch.diagnose.evidence import Floats, RankTable, RunEvidence, number
-from weft.watch.diagnose.finding import Finding, milliseconds, percent
+from weft.watch.diagnose.finding import Finding, percent
 
 SLOW_RATIO, STEADY_RATIO = 1.25, 1.15
 """Ratio of a rank's compute time to the others' from which it is slow; and in each half of the run."""
@@ -60,7 +61,7 @@ def slow_rank(found: RunEvidence) -> Finding | None:
         return None
     others = float(np.median(np.delete(busy, rank)))
     evidence = (
-        f"rank {rank} computes {milliseconds(float(busy[rank]))} a step, the others {milliseconds(others)}: "
+        f"rank {rank} computes {seconds(float(busy[rank]))} a step, the others {seconds(others)}: "
         f"{ratio:.1f} times as long, in both halves of the run"
     )
     return Finding("slow_rank", evidence, fix, rank, 100 * min(1.0, share))
@@ -95,7 +96,7 @@ def data_starved(found: RunEvidence) -> Finding | None:
     alone = table.ranks > 1 and share[rank] > 3 * float(np.median(np.delete(share, rank)))
     whose = f"rank {rank} alone waits" if alone else "ranks wait"
     evidence = (
-        f"{whose} {milliseconds(float(waits[rank]) / len(table))} of {milliseconds(float(table.seconds.mean()))} a "
+        f"{whose} {seconds(float(waits[rank]) / len(table))} of {seconds(float(table.seconds.mean()))} a "
         f"step for the next batch, in {steps} of {len(table)} steps"
     )
     fix = (

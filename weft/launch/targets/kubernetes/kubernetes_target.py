@@ -14,6 +14,7 @@ from weft.launch.targets.kubernetes.client import KubernetesClient
 from weft.launch.targets.kubernetes.manifests import build_manifests
 from weft.launch.targets.kubernetes.pod import workdir
 from weft.launch.targets.target import (
+    DOCTOR_TIMEOUT_S,
     EXIT_FILE,
     OUTPUT,
     JobState,
@@ -28,8 +29,6 @@ from weft.launch.targets.target import (
 MANIFESTS, LOG_OFFSETS = "kubernetes.yaml", "pod-logs.json"
 POLL_S = 2.0
 """Least time between two questions to the API about one run."""
-DOCTOR_TIMEOUT_S = 300.0
-"""How long the pods of `weft doctor --on kubernetes` may take, with the pull of their image."""
 ENDS = {"Complete": True, "Completed": True, "Succeeded": True, "Failed": False}
 """Conditions of a workload that has ended, of all kinds, and whether it succeeded."""
 
