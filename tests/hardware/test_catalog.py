@@ -1,8 +1,10 @@
 """The catalog: names, product names and plausible figures."""
 
+from dataclasses import replace
+
 import pytest
 
-from weft.hardware.catalog import DEVICES, NETWORKS, device_by_product, find_device, find_network
+from weft.hardware.catalog import DEVICES, DTYPES, NETWORKS, device_by_product, find_device, find_network
 from weft.job.errors import JobError
 
 
@@ -100,3 +102,12 @@ def test_device_figures_are_plausible() -> None:
 def test_the_networks_are_line_rates() -> None:
     assert all(0.1 <= n.gb_s <= 100 and n.latency_us > 0 and n.name == key for key, n in NETWORKS.items())
     assert NETWORKS["ethernet-100"].gb_s == NETWORKS["ib-edr"].gb_s == 12.5
+
+
+def test_the_speed_of_a_precision_that_a_device_lacks() -> None:
+    t4, a100 = find_device("t4"), find_device("a100")
+    assert [t4.tflops_of(name) for name in DTYPES] == [8.1, 8.1, 65, 65] and t4.emulates_bf16
+    assert [a100.tflops_of(name) for name in DTYPES] == [19.5, 312, 312, 312] and not a100.emulates_bf16
+    half_alone = replace(a100, peak_tflops={"bf16": 800.0})
+    assert [half_alone.tflops_of(name) for name in DTYPES] == [100, 800, 800, 800]
+    assert find_device("cpu").tflops_of("bf16") is None

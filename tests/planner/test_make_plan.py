@@ -196,3 +196,19 @@ def test_lists_of_layouts() -> None:
         parse_layouts(["ddp2 tpp"])
     with pytest.raises(JobError, match=r"no layout is named; write for example --layouts ddp2,zero3"):
         parse_layouts([" , "])
+
+
+@pytest.mark.parametrize("device", ["t4", "v100"])
+def test_bf16_runs_at_the_speed_of_fp32_where_a_device_lacks_it(device: str) -> None:
+    job = {
+        "model": "gpt2-125m", "data": {"source": "synthetic", "seq_len": 1024}, "train": {"global_batch": 64},
+        "cluster": {"device": device, "nodes": 1, "devices_per_node": 8}, "parallel": {"dp_replicate": -1},
+    }  # fmt: skip
+    made = {name: make_plan(parse_job(job | {"precision": name}))[1] for name in ("auto", "bf16", "fp16", "fp32")}
+    seconds = {name: plan.predicted["step_time_s"] for name, plan in made.items()}
+    assert made["auto"].precision == "fp16" and "has no bf16 products" in made["auto"].reasons[0]
+    assert "precision=fp16 is faster" in made["bf16"].reasons[0]
+    assert seconds["auto"] == seconds["fp16"] < 0.4 * seconds["bf16"]
+    assert 0.75 < seconds["bf16"] / seconds["fp32"] <= 1  # 16 bits still move fewer bytes
+    late = job | {"train": {"global_batch": 64, "sync": "predict"}}  # not with fp16
+    assert make_plan(parse_job(late))[1].precision == "bf16"

@@ -44,6 +44,19 @@ class Device:
     """Pattern of its product names, as NVML, torch and ROCm report them."""
     aliases: tuple[str, ...] = ()
 
+    def tflops_of(self, precision: str) -> float | None:
+        """Peak at which products of a precision run: bf16 that the device lacks is computed in fp32, fp8 in 16 bits;
+        fp32 that is not published is taken as an eighth of 16 bits. None: no peak is known."""
+        peaks = self.peak_tflops
+        half = peaks.get("bf16") or peaks.get("fp16")
+        others = {"bf16": peaks.get("fp32") or half, "fp32": half / 8 if half else None}
+        return peaks.get(precision) or others.get(precision, half or peaks.get("fp32"))
+
+    @property
+    def emulates_bf16(self) -> bool:
+        """Whether the device has fp16 products and computes bf16 at the lower speed of fp32."""
+        return (self.tflops_of("bf16") or 0.0) < (self.peak_tflops.get("fp16") or 0.0)
+
 
 @dataclass(frozen=True)
 class Network:

@@ -88,8 +88,9 @@ class Job(Section):
     parallel: Parallel | Literal["auto"] = "auto"
     """The parallel layout: auto, or the degree of each axis."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
-    """Data type of matrix products; master weights and optimizer state are fp32. auto is bf16 on GPUs and fp32 on CPUs.
-    fp8 is bf16 with the matrix products of the blocks in fp8."""
+    """Data type of matrix products; master weights and optimizer state are fp32. auto is bf16 on GPUs, fp16 on
+    GPUs without bf16 products (V100, T4), and fp32 on CPUs. fp8 is bf16 with the matrix products of the blocks in
+    fp8."""
     fp8: Fp8 = Fp8()
     """Scaling and scope of precision: fp8."""
     memory: Memory = Memory()

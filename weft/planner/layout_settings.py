@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import gcd
 
-from weft.hardware.catalog import Device, Network, find_network
+from weft.hardware.catalog import Device, Network, find_device, find_network
 from weft.job.errors import JobError
 from weft.job.schema import Experts, Job, Parallel
 from weft.planner.describe import run_lengths
@@ -98,6 +98,23 @@ def choose_sequence_parallel(job: Job, plan: Plan, reasons: list[str]) -> Plan:
     return plan
 
 
+def choose_precision(job: Job, device: Device, reasons: list[str]) -> str:
+    """The precision: pinned, or fp32 on CPUs and bf16 on GPUs; fp16 where a GPU lacks bf16 and the job allows fp16."""
+    devices = [device, *(find_device(group.device, job.cluster.catalog) for group in job.cluster.also)]
+    slow = next((d for d in devices if d.emulates_bf16), None)
+    if job.precision not in ("auto", "bf16") or device.kind == "cpu":
+        return "fp32" if job.precision == "auto" else job.precision
+    if slow is None:
+        return "bf16"
+    rates = f"at {slow.tflops_of('bf16'):g} instead of {slow.tflops_of('fp16'):g} TFLOP/s"
+    allowed = job.train.sync.mode == "step" and job.memory.homes.get("gradients", "device") == "device"
+    if job.precision == "auto" and allowed and all(d.peak_tflops.get("fp16") for d in devices):
+        reasons.append(f"fp16: {slow.name} has no bf16 products and would compute them in fp32, {rates}")
+        return "fp16"
+    reasons.append(f"{slow.name} has no bf16 products and computes them in fp32, {rates}; precision=fp16 is faster")
+    return "bf16"
+
+
 def choose_context_parallel(job: Job, plan: Plan, device: Device, reasons: list[str]) -> Plan:
     """The context-parallel style: pinned, or chosen from heads, links and sequence length."""
     if plan.cp == 1 or not job.model.heads or not job.model.kv_heads:
@@ -107,7 +124,7 @@ def choose_context_parallel(job: Job, plan: Plan, device: Device, reasons: list[
     if style == "auto":
         in_node = max(1, plan.world // plan.nodes // plan.tp)
         link = device.link_gb_s if plan.cp <= in_node else min(device.link_gb_s, _network(job).gb_s)
-        flops = (device.peak_tflops.get(plan.precision) or device.peak_tflops.get("fp32") or 1.0) * 1e12
+        flops = (device.tflops_of(plan.precision) or 1.0) * 1e12
         width = 4 if plan.precision == "fp32" else 2
         tokens = job.data.seq_len / plan.cp
         style, group, why = choose_style(plan.cp, in_node, heads, kv, tokens, width, flops, link * 1e9)

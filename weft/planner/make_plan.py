@@ -18,6 +18,7 @@ from weft.planner.layout_settings import (
     choose_chunks,
     choose_context_parallel,
     choose_microbatch,
+    choose_precision,
     choose_sequence_parallel,
     choose_stages,
     compiles,
@@ -167,7 +168,7 @@ def _start_plan(job: Job, world: int | None = None, also: tuple[str, ...] = ()) 
     world, reasons = world_of(job, machine, device, world)
     kind = "cpu" if device.kind == "cpu" else "cuda"
     memory = device_memory(job, device, machine, world)
-    precision = job.precision if job.precision != "auto" else ("fp32" if kind == "cpu" else "bf16")
+    precision = choose_precision(job, device, reasons)
     plan = Plan(
         device=kind, device_name=device.name, backend=backend_of(job, machine, kind, world), nodes=job.cluster.nodes,
         precision=precision, offload=job.memory.offload, compression=job.comm.compression,

@@ -18,6 +18,7 @@ from weft.job.schema import Job
 from weft.planner.calibration import Calibration
 from weft.planner.estimator import make_estimator
 from weft.planner.make_plan import PlanStart, start_plan
+from weft.planner.model.cluster_facts import UNKNOWN_TFLOPS
 from weft.planner.search.choose import plan_space
 from weft.planner.search.search import LayoutSearch, SearchResult
 
@@ -71,7 +72,7 @@ def kinds(start: PlanStart) -> list[PlanStart]:
                devices_per_node=group.devices_per_node, memory_gib=group.memory_gib)
         for group in start.job.cluster.also
     ]  # fmt: skip
-    return [start_plan(job) for job in (first, *others)]
+    return [start_plan(job.model_copy(update={"precision": start.plan.precision})) for job in (first, *others)]
 
 
 def _alone(job: Job, **changed: Any) -> Job:
@@ -110,9 +111,7 @@ def _shares(each: list[PlanStart], calibration: Calibration, alone: float) -> Mi
     """Shares of the batch in proportion to the speed of each kind, iterated."""
     batch = each[0].job.train.global_batch
     unit = [s.world for s in each]  # its ranks divide the share evenly
-    speed = np.array(
-        [s.world * (s.device.peak_tflops.get("bf16") or s.device.peak_tflops.get("fp16") or 0.05) for s in each]
-    )
+    speed = np.array([s.world * (s.device.tflops_of(s.plan.precision) or UNKNOWN_TFLOPS) for s in each])
     best: Mixed | None = None
     tried = list[list[int]]()
     for _ in range(ROUNDS):

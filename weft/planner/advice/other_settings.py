@@ -1,4 +1,4 @@
-"""Speed-up of settings that the job does not use: fp8, gradient compression and offload."""
+"""Speed-up of settings that the job does not use: fp8 (fp16 for slow bf16), gradient compression and offload."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.planner.search.choose import choices
 from weft.planner.search.search import LayoutSearch, SearchResult
 
 SETTINGS = (
-    ("precision", "precision", "fp8"), ("compression", "comm.compression", "bf16"),
+    ("precision", "precision", "fp8"), ("precision", "precision", "fp16"), ("compression", "comm.compression", "bf16"),
     ("compression", "comm.compression", "int8"), ("offload", "memory.offload", "optimizer"),
     ("offload", "memory.offload", "activations"),
 )  # fmt: skip
@@ -51,6 +51,8 @@ def gains_of_other_settings(search: LayoutSearch, found: SearchResult) -> list[G
     gains = []
     for name, key, value in SETTINGS:
         if name == "precision" and (device is None or not device.peak_tflops.get(value)):
+            continue
+        if value == "fp16" and not ("bf16" in search.space.precision and device is not None and device.emulates_bf16):
             continue
         if value in getattr(search.space, name) or not _is_supported(key, value):
             continue

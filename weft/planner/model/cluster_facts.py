@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from weft.hardware.catalog import Device, find_device, find_network
+from weft.hardware.catalog import DTYPES, Device, find_device, find_network
 from weft.hardware.prices import price_of
 from weft.job.schema import Job
 from weft.planner.model.model_facts import Size
@@ -56,6 +56,8 @@ class ClusterFacts:
         return self.levels[0].size
 
 
+UNKNOWN_TFLOPS = 0.05
+"""Peak of a device without a published one: a core of a CPU."""
 NODE_LATENCY_US = 4.0
 """Latency of a collective's step between two devices of a node (NCCL tests on A100 and H100 nodes)."""
 _DEFAULT_NETWORK = {
@@ -84,7 +86,7 @@ def make_cluster(
             Level("node", min(inside, max(world, 1)), device.link_gb_s, NODE_LATENCY_US),
             Level("network", world, network_gb_s, latency_us),
         ),
-        peak_tflops={name: peak or _fallback(device, name) for name, peak in device.peak_tflops.items()},
+        peak_tflops={name: device.tflops_of(name) or UNKNOWN_TFLOPS for name in DTYPES},
         reach=device.matmul_share,
         units=device.units,
         memory_gib=memory_gib or device.memory_gib,
@@ -93,13 +95,6 @@ def make_cluster(
         price_usd_hour=price_of(device.name),
         device=device,
     )
-
-
-def _fallback(device: Device, precision: str) -> float:
-    """Peak of the next wider precision, for one that the device lacks."""
-    order = {"fp8": ("bf16", "fp16", "fp32"), "bf16": ("fp16", "fp32"), "fp16": ("bf16", "fp32"), "fp32": ("bf16",)}
-    known = [device.peak_tflops.get(name) for name in order[precision]]
-    return next((peak for peak in known if peak), 0.05)
 
 
 def cluster_facts(job: Job, world: int, device: Device | None = None, memory_gib: float | None = None) -> ClusterFacts:

@@ -12,11 +12,11 @@ from weft.planner.plan import Plan
 def peak_flops(plan: Plan, job: Job) -> float | None:
     """The device's dense peak in the plan's precision, FLOP/s, where it is known; in fp8 a blend of both peaks."""
     try:
-        peaks = find_device(plan.device_name, job.cluster.catalog).peak_tflops
+        device = find_device(plan.device_name, job.cluster.catalog)
     except JobError:
         return None
-    tflops = peaks.get(plan.precision)
+    tflops = device.tflops_of(plan.precision)
     share = fp8_share(job, plan) if plan.precision == "fp8" else None
-    if tflops and share is not None and (bf16 := peaks.get("bf16")):
+    if tflops and share is not None and (bf16 := device.tflops_of("bf16")):
         tflops = blended_peak(tflops, bf16, share)
     return tflops * 1e12 if tflops else None
