@@ -13,12 +13,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.memory.split_kernels import join_kernel, split_kernel
 from weft.models import grouped_kernels, loss_kernels
 from weft.models.fp8 import fp8_kernels
 from weft.models.fp8.fp8_linear import E4M3, E5M2, cast
 from weft.optim.adamw_kernels import adamw_, corrections_of
 from weft.optim.codec_kernels import decode_8bit, encode_8bit, round_bits
-from weft.optim.state_codecs import BF16, EIGHT_BITS, LEVELS, POWERS, numbers_of_rows, round_to_24_bits_, rounding_of
+from weft.optim.coded_adamw_kernels import coded_adamw_
+from weft.optim.state_codecs import (
+    BF16,
+    EIGHT_BITS,
+    LEVELS,
+    POWERS,
+    CodedState,
+    numbers_of_rows,
+    round_to_24_bits_,
+    rounding_of,
+)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -113,6 +124,55 @@ def test_smaller_states(columns: int, step: int | None) -> None:
     round_bits(master, master, 8, keys)
     round_to_24_bits_(values, rounding)
     assert same_bytes(master.cpu(), values)
+
+
+@pytest.mark.parametrize("low", ["none", "16 bits", "8 bits"])
+@pytest.mark.parametrize("taken", [1, 0])
+@pytest.mark.parametrize("columns", cases(16, 4096, 200))
+def test_adamw_with_smaller_states(columns: int, taken: int, low: str) -> None:
+    """One kernel writes the bits of decoding, AdamW and encoding."""
+    shape, betas = (6, columns), (0.9, 0.95)
+    master, mean, square = (random(*shape, seed=s) for s in range(3))
+    square, grad = square.square(), random(*shape, dtype=torch.bfloat16, seed=3)
+    grad[0] = 0.0
+    numbers = numbers_of_rows(master, 0, 6)
+    rounding = {kind: rounding_of(0, 3, "w", kind, master, numbers) for kind in ("exp_avg", "exp_avg_sq", "low")}
+    if low == "8 bits":
+        round_bits(master, master, 8, None)
+    high = torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE)
+    half = torch.zeros(shape, dtype=torch.int16, device=DEVICE)
+    split_kernel(master, high, half)
+    moments = {}
+    for name, kind, values in (("exp_avg", "signed", mean), ("exp_avg_sq", "unsigned", square)):
+        stored = torch.zeros(EIGHT_BITS[kind].stored_shape(shape), dtype=torch.uint8, device=DEVICE)
+        encode_8bit(values, stored, LEVELS[kind], POWERS[kind], None)
+        decode_8bit(stored, values, LEVELS[kind], POWERS[kind])
+        moments[name] = CodedState(stored, rounding[name])
+    whole = {"none": master.clone(), "16 bits": half.clone()}
+    byte = CodedState((half >> 8).to(torch.int8), rounding["low"])
+    given, copy = byte if low == "8 bits" else whole[low], high.clone()
+    rest = (
+        torch.tensor(0.25, device=DEVICE), torch.tensor(taken, dtype=torch.int32, device=DEVICE),
+        corrections_of(torch.tensor(3.0, device=DEVICE), betas), 3e-3, betas, 1e-8, 0.1,
+    )  # fmt: skip
+    before = [t.stored.clone() for t in moments.values()]
+    coded_adamw_(given, copy, grad, moments["exp_avg"], moments["exp_avg_sq"], *rest)
+    adamw_(master if low == "none" else half, high, grad, mean, square, *rest)
+    if low == "8 bits" and taken:
+        joined = join_kernel(high, half, None)
+        round_bits(joined, joined, 8, rounding["low"].keys)
+        split_kernel(joined, high, half)
+    for (name, kind, values), old in zip(
+        (("exp_avg", "signed", mean), ("exp_avg_sq", "unsigned", square)), before, strict=True
+    ):
+        encoded = torch.zeros_like(old)
+        encode_8bit(values, encoded, LEVELS[kind], POWERS[kind], rounding[name].keys)
+        assert torch.equal(moments[name].stored, encoded if taken else old)
+    assert same_bytes(copy, high)
+    if low == "8 bits":
+        assert torch.equal(byte.stored, (half >> 8).to(torch.int8))
+    else:
+        assert same_bytes(whole[low], master if low == "none" else half)
 
 
 @pytest.mark.parametrize("smoothing", cases(0.0, 0.1))

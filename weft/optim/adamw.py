@@ -14,6 +14,7 @@ from torch import Tensor
 
 from weft.comm.foreach_internals import foreach_add_
 from weft.job.schema import Optim
+from weft.optim.state_codecs import CodedState
 
 
 class AdamW(torch.optim.AdamW):
@@ -25,11 +26,12 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def fused_step(
         self, grads: dict[int, Tensor], compute_params: dict[int, Tensor], factor: Tensor, taken: Tensor,
-        low_halves: dict[int, Tensor],
+        low_halves: dict[int, Any],
     ) -> None:  # fmt: skip
         """Step on CUDA with gradients · factor, unless `taken` is 0. The dicts are keyed by parameter id; `low_halves`
-        are those of split master weights."""
+        are those of split master weights. Moments and low halves may be CodedStates."""
         from weft.optim.adamw_kernels import adamw_, corrections_of
+        from weft.optim.coded_adamw_kernels import coded_adamw_
 
         flag = taken.to(torch.int32)
         for group in self.param_groups:
@@ -44,7 +46,8 @@ class AdamW(torch.optim.AdamW):
             corrections = corrections_of(self.state[params[0]]["step"], group["betas"])
             for param in params:
                 state = self.state[param]
-                adamw_(
+                apply = coded_adamw_ if isinstance(state["exp_avg"], CodedState) else adamw_
+                apply(
                     low_halves.get(id(param), param), compute_params.get(id(param)), grads[id(param)],
                     state["exp_avg"], state["exp_avg_sq"], factor, flag, corrections, group["lr"], group["betas"],
                     group["eps"], group["weight_decay"],

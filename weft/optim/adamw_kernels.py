@@ -11,6 +11,16 @@ BLOCK = 2048
 
 
 @triton.jit
+def update(g, m, v, w, corrections, lr, beta1, beta2, eps, decay):
+    """The new moments and weight."""
+    m += (1.0 - beta1) * (g - m)
+    v = beta2 * v + (1.0 - beta2) * g * g
+    w -= lr * decay * w
+    w -= lr / tl.load(corrections) * (m / (tl.sqrt(v) / tl.load(corrections + 1) + eps))
+    return m, v, w
+
+
+@triton.jit
 def weft_adamw(
     master, copy, grad, mean, square, factor, taken, corrections, lr, beta1, beta2, eps, decay, size,
     COPY: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
@@ -25,10 +35,7 @@ def weft_adamw(
         w = ((high << 16) + tl.load(master + at, mask=inside).to(tl.int32)).to(tl.float32, bitcast=True)
     else:
         w = tl.load(master + at, mask=inside)
-    m += (1.0 - beta1) * (g - m)
-    v = beta2 * v + (1.0 - beta2) * g * g
-    w -= lr * decay * w
-    w -= lr / tl.load(corrections) * (m / (tl.sqrt(v) / tl.load(corrections + 1) + eps))
+    m, v, w = update(g, m, v, w, corrections, lr, beta1, beta2, eps, decay)
     tl.store(mean + at, m, mask=inside)
     tl.store(square + at, v, mask=inside)
     bits = w.to(tl.int32, bitcast=True)
@@ -55,6 +62,7 @@ def adamw_(
             master, master if copy is None else copy, grad.contiguous(), mean, square, factor, taken, corrections,
             lr, betas[0], betas[1], eps, decay, size, COPY=copy is not None,
             SPLIT=master.dtype == torch.int16, BLOCK=BLOCK, num_warps=8,
+            enable_fp_fusion=False,  # as in coded_adamw_(), which must have the same bits
         )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ the factor of an element's number (state_codecs.Rounding)."""
 
 
 @triton.jit
-def _random(first, column, key, gamma):
+def random_bits(first, column, key, gamma):
     """24 random bits of each element (Rounding.draw), from the number of its row's first element."""
     h = ((first + column) * gamma + key).to(tl.uint64, bitcast=True)
     h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9
@@ -38,15 +38,35 @@ def _level(code, LEVELS: tl.constexpr, POWER: tl.constexpr):
 
 
 @triton.jit
-def weft_encode_8bit(
-    values, stored, rows, key, first_column, columns, gamma, width, blocks, groups, LEVELS: tl.constexpr,
-    POWER: tl.constexpr, ROUNDED: tl.constexpr, SCALE_BLOCK: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
+def blocks_of_program(blocks, groups, width, SCALE_BLOCK: tl.constexpr, GROUPS: tl.constexpr):
+    """Of each block of a program: whether it exists, its row and its number there; and the columns of its elements with
+    whether they exist."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
-    row, block = group // blocks, group % blocks
+    block = group % blocks
     column = block[:, None] * SCALE_BLOCK + tl.arange(0, SCALE_BLOCK)[None, :]
-    inside = (group < groups)[:, None] & (column < width)
-    value = tl.load(values + row[:, None] * width + column, mask=inside, other=0.0)
+    exists = group < groups
+    return exists, group // blocks, block, column, exists[:, None] & (column < width)
+
+
+@triton.jit
+def decode_block(source, block, column, exists, inside, width, LEVELS: tl.constexpr, POWER: tl.constexpr):
+    """The values of blocks from their rows of bytes: the codes, then the scales."""
+    byte = tl.arange(0, 4)[None, :]
+    part = tl.load(source + width + 4 * block[:, None] + byte, mask=exists[:, None] & (byte < 4), other=0)
+    scale = tl.sum(part.to(tl.int32) << (8 * byte), 1).to(tl.float32, bitcast=True)
+    code = tl.load(source + column, mask=inside, other=0).to(tl.int32)
+    if POWER == 2:
+        code = tl.where(code > 127, code - 256, code)
+    value = _level(code.to(tl.float32), LEVELS, POWER) * scale[:, None]
+    if POWER == 2:
+        value = value * tl.where(code > 0, 1.0, tl.where(code < 0, -1.0, 0.0))
+    return value
+
+
+@triton.jit
+def encode_block(value, limit, target, block, column, exists, inside, width, LEVELS: tl.constexpr, POWER: tl.constexpr):
+    """Write the codes and scales of blocks. A value is rounded up if its distance from the lower code, as a share of
+    the step, is above `limit`."""
     size = tl.abs(value)
     scale = tl.max(size, 1)
     safe = tl.where(scale > 0, scale, 1.0)
@@ -58,50 +78,48 @@ def weft_encode_8bit(
     code = tl.minimum(tl.floor(root * LEVELS), LEVELS - 1.0)
     lower = _level(code, LEVELS, POWER)
     up = tl.div_rn(share - lower, _level(code + 1.0, LEVELS, POWER) - lower)
-    if ROUNDED:
-        first = tl.load(rows + row, mask=group < groups, other=0) * columns + first_column
-        drawn = _random(first[:, None], column, key, gamma)
-        code += tl.where(up > drawn.to(tl.float32) * (1.0 / 16777216), 1.0, 0.0)
-    else:
-        code += tl.where(up > 0.5, 1.0, 0.0)
-    to = stored + row[:, None] * (width + 4 * blocks)
+    code += tl.where(up > limit, 1.0, 0.0)
     if POWER == 4:
         code = tl.where(share > 0, tl.maximum(code, 1.0), 0.0)
-        tl.store(to + column, code.to(tl.int32).to(tl.uint8), mask=inside)
     else:
-        signed = tl.where(value < 0, -code, tl.where(value > 0, code, 0.0))
-        tl.store(to + column, signed.to(tl.int32).to(tl.uint8), mask=inside)
+        code = tl.where(value < 0, -code, tl.where(value > 0, code, 0.0))
+    tl.store(target + column, code.to(tl.int32).to(tl.uint8), mask=inside)
     bits = scale.to(tl.int32, bitcast=True)
     byte = tl.arange(0, 4)[None, :]
     tl.store(
-        to + width + 4 * block[:, None] + byte, ((bits[:, None] >> (8 * byte)) & 0xFF).to(tl.uint8),
-        mask=(group < groups)[:, None] & (byte < 4),
+        target + width + 4 * block[:, None] + byte, ((bits[:, None] >> (8 * byte)) & 0xFF).to(tl.uint8),
+        mask=exists[:, None] & (byte < 4),
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["key", "first_column"])
+def weft_encode_8bit(
+    values, stored, rows, key, first_column, columns, gamma, width, stride, blocks, groups, LEVELS: tl.constexpr,
+    POWER: tl.constexpr, ROUNDED: tl.constexpr, SCALE_BLOCK: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    exists, row, block, column, inside = blocks_of_program(blocks, groups, width, SCALE_BLOCK, GROUPS)
+    value = tl.load(values + row[:, None] * width + column, mask=inside, other=0.0)
+    if ROUNDED:
+        first = tl.load(rows + row, mask=exists, other=0) * columns + first_column
+        limit = random_bits(first[:, None], column, key, gamma).to(tl.float32) * (1.0 / 16777216)
+    else:
+        limit = 0.5
+    target = stored + row[:, None] * stride
+    encode_block(value, limit, target, block, column, exists, inside, width, LEVELS, POWER)
 
 
 @triton.jit
 def weft_decode_8bit(
-    stored, values, width, blocks, groups, LEVELS: tl.constexpr, POWER: tl.constexpr, SCALE_BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr,
+    stored, values, width, stride, blocks, groups, LEVELS: tl.constexpr, POWER: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
-    row, block = group // blocks, group % blocks
-    column = block[:, None] * SCALE_BLOCK + tl.arange(0, SCALE_BLOCK)[None, :]
-    inside = (group < groups)[:, None] & (column < width)
-    source = stored + row[:, None] * (width + 4 * blocks)
-    byte = tl.arange(0, 4)[None, :]
-    part = tl.load(source + width + 4 * block[:, None] + byte, mask=(group < groups)[:, None] & (byte < 4), other=0)
-    scale = tl.sum(part.to(tl.int32) << (8 * byte), 1).to(tl.float32, bitcast=True)
-    code = tl.load(source + column, mask=inside, other=0).to(tl.int32)
-    if POWER == 2:
-        code = tl.where(code > 127, code - 256, code)
-    value = _level(code.to(tl.float32), LEVELS, POWER) * scale[:, None]
-    if POWER == 2:
-        value = value * tl.where(code > 0, 1.0, tl.where(code < 0, -1.0, 0.0))
+    exists, row, block, column, inside = blocks_of_program(blocks, groups, width, SCALE_BLOCK, GROUPS)
+    source = stored + row[:, None] * stride
+    value = decode_block(source, block, column, exists, inside, width, LEVELS, POWER)
     tl.store(values + row[:, None] * width + column, value, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["key", "first_column"])
 def weft_round_bits(
     values, stored, rows, key, first_column, columns, gamma, width, blocks, ROUNDED: tl.constexpr, BITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -113,7 +131,7 @@ def weft_round_bits(
     at = row * width + column
     bits = tl.load(values + at, mask=inside, other=0.0).to(tl.int32, bitcast=True)
     if ROUNDED:
-        bits += _random(tl.load(rows + row) * columns + first_column, column, key, gamma) & ((1 << BITS) - 1)
+        bits += random_bits(tl.load(rows + row) * columns + first_column, column, key, gamma) & ((1 << BITS) - 1)
     else:
         bits += 1 << (BITS - 1)
     if BITS == 16:
@@ -138,8 +156,9 @@ def encode_8bit(values: Tensor, stored: Tensor, levels: int, power: int, keys: K
     rows, width = values.shape
     blocks = triton.cdiv(width, STATE_SCALE_BLOCK)
     weft_encode_8bit[(triton.cdiv(rows * blocks, GROUPS),)](
-        values, stored, *_arguments(values, keys), width, blocks, rows * blocks, LEVELS=float(levels), POWER=power,
-        ROUNDED=keys is not None, SCALE_BLOCK=STATE_SCALE_BLOCK, GROUPS=GROUPS, enable_fp_fusion=False,
+        values, stored, *_arguments(values, keys), width, stored.stride(0), blocks, rows * blocks,
+        LEVELS=float(levels), POWER=power, ROUNDED=keys is not None, SCALE_BLOCK=STATE_SCALE_BLOCK, GROUPS=GROUPS,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -148,7 +167,7 @@ def decode_8bit(stored: Tensor, values: Tensor, levels: int, power: int) -> None
     rows, width = values.shape
     blocks = triton.cdiv(width, STATE_SCALE_BLOCK)
     weft_decode_8bit[(triton.cdiv(rows * blocks, GROUPS),)](
-        stored, values, width, blocks, rows * blocks, LEVELS=float(levels), POWER=power,
+        stored, values, width, stored.stride(0), blocks, rows * blocks, LEVELS=float(levels), POWER=power,
         SCALE_BLOCK=STATE_SCALE_BLOCK, GROUPS=GROUPS, enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -17,8 +17,9 @@ from weft.job.optim import OPTIMIZERS, WeightShard
 from weft.job.schema import Optim
 from weft.memory.split_master import hollow
 from weft.mesh import Mesh
+from weft.optim.adamw import AdamW
 from weft.optim.build_optimizers import Optimizers, Params, build_optimizers
-from weft.optim.state_codecs import Rounding, StateCodec
+from weft.optim.state_codecs import EIGHT_BITS, LOW_BYTE, CodedState, Rounding, StateCodec
 
 ROW_ALIGNMENT = 16
 """Rows at which a weight may be cut: a multiple of the vectors that kernels process, so that cutting changes no bit."""
@@ -97,10 +98,19 @@ class PlacedState:
         assert self.codec is not None and self.stored is not None
         self._show(self.codec.decode(self.stored, self.shape))
 
+    def show_coded(self, rounding: Rounding) -> None:
+        """Make the optimizer's kernel work on what is stored."""
+        assert self.stored is not None
+        self.holder[self.key] = CodedState(self.stored, rounding)
+
     def encode(self, rounding: Rounding) -> None:
         """Store the values that the optimizer has worked on, and free them."""
         assert self.codec is not None and self.stored is not None
         self.codec.encode(local_of(self.holder[self.key]), self.stored, rounding)
+        self.hide()
+
+    def hide(self) -> None:
+        """Free the values that the optimizer has worked on."""
         self.holder[self.key] = torch.empty(0)
 
     def _show(self, values: Tensor) -> None:
@@ -125,6 +135,16 @@ class Piece:
     """States with a codec, wherever they live."""
     stored: Any = None
     """Event at the end of the last copy from the device."""
+
+    @property
+    def coded_in_kernel(self) -> bool:
+        """Whether the optimizer's kernel decodes and encodes the states itself (coded_adamw_kernels.py)."""
+        known = (*EIGHT_BITS.values(), LOW_BYTE)
+        return (
+            not self.averages
+            and all(isinstance(part, AdamW) for part in self.optimizers.parts)
+            and all(state.codec in known and state.placed_as is None for state in self.coded)
+        )
 
 
 def cut_pieces(

@@ -53,6 +53,14 @@ class Rounding:
         return self.rows, self.key, self.first_column, self.columns, GAMMA
 
 
+@dataclass(frozen=True)
+class CodedState:
+    """What is stored of a state, for a kernel that decodes it and encodes the new values."""
+
+    stored: Tensor
+    rounding: Rounding
+
+
 def _keys(rounding: Rounding | None) -> tuple[Tensor, int, int, int, int] | None:
     return None if rounding is None else rounding.keys
 

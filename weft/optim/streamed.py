@@ -179,8 +179,12 @@ class StreamedOptimizers(Optimizers):
     def _update_piece(self, piece: Piece, update: PendingUpdate) -> None:
         opt = piece.optimizers
         self.stream.arrive(piece)
+        in_kernel = self.mesh.device.type == "cuda" and piece.coded_in_kernel
         for state in piece.coded:
-            state.decode()
+            if in_kernel:
+                state.show_coded(self._rounding(state.part, state.kind, update.number))
+            else:
+                state.decode()
         leaves = {s.key: opt.grad_params[s.key] for s in piece.slices}
         before = {key: leaf.grad for key, leaf in leaves.items()}
         here = self._fetch_gradients(piece, update)
@@ -199,7 +203,10 @@ class StreamedOptimizers(Optimizers):
             if s.end is None or s.end == len(local_of(self.master_params[s.name])):
                 update.grads[s.name] = None
         for state in piece.coded:
-            self._encode(opt, state, update.number)
+            if in_kernel:
+                state.hide()
+            else:
+                self._encode(opt, state, update.number)
         self.stream.leave(piece)
 
     def _fetch_gradients(self, piece: Piece, update: PendingUpdate) -> dict[str, Tensor]:
