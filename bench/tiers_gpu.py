@@ -13,6 +13,7 @@ and 100 GiB of host memory for the largest parts; no network.
 | 3.6b | 3.6B parameters, all states in host memory, clipping on, 4 × 4,096 tokens |
 | 8b, 8b-fp8 | llama-8b on the device alone with split master weights |
 | 13b, 20b | exact AdamW, states in host memory as far as they do not fit; 20B without clipping |
+| updates | AdamW with exact and 8-bit states on the device: nanoseconds a parameter |
 | states | memory.states on the device and in host memory: bits, and losses beside exact states |
 | 13b-8bit, 32b | 8-bit moments, and those with master weights of 24 bits |
 | 32b-weights | the same with 115 GiB of the device, where weights of blocks live in host memory |
@@ -80,6 +81,7 @@ PARTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 LIMITS_S = {
+    "updates": 60,
     "states": 120,
     "13b-8bit": 200,
     "32b": 280,
@@ -273,7 +275,52 @@ def links(name: str, steps: int) -> dict[str, Any]:
     return rows
 
 
-KINDS = {"links": links, "bitwise": bitwise, "states": smaller_states}
+def updates(name: str, steps: int) -> dict[str, Any]:
+    """Nanoseconds a parameter of one update of 32M parameters with master weights in two parts."""
+    import torch
+
+    from weft.optim.adamw_kernels import adamw_, corrections_of
+    from weft.optim.coded_adamw_kernels import coded_adamw_
+    from weft.optim.state_codecs import EIGHT_BITS, CodedState, numbers_of_rows, rounding_of
+
+    shape, device = (6144, 5120), torch.device("cuda")
+    weight = torch.randn(shape, device=device, dtype=torch.bfloat16)
+    grad, low = torch.randn_like(weight), torch.zeros(shape, device=device, dtype=torch.int16)
+    one = torch.ones((), device=device)
+    rest = (one, one.int(), corrections_of(one * 3, (0.9, 0.95)), 1e-3, (0.9, 0.95), 1e-8, 0.1)
+    mean, square = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
+    rounding = rounding_of(0, 3, "w", "m", weight, numbers_of_rows(weight, 0, shape[0]))
+    coded = [
+        CodedState(torch.zeros(EIGHT_BITS[kind].stored_shape(shape), dtype=torch.uint8, device=device), rounding)
+        for kind in ("signed", "unsigned")
+    ]
+    byte = CodedState(torch.zeros(shape, dtype=torch.int8, device=device), rounding)
+
+    def separate() -> None:
+        values = [EIGHT_BITS[k].decode(c.stored, shape) for k, c in zip(EIGHT_BITS, coded, strict=True)]
+        adamw_(low, weight, grad, values[0], values[1], *rest)
+        for kind, state, value in zip(EIGHT_BITS, coded, values, strict=True):
+            EIGHT_BITS[kind].encode(value, state.stored, rounding)
+
+    tried = {
+        "exact": lambda: adamw_(low, weight, grad, mean, square, *rest),
+        "8bit, separate kernels": separate,
+        "8bit": lambda: coded_adamw_(low, weight, grad, coded[0], coded[1], *rest),
+        "24bit-master": lambda: coded_adamw_(byte, weight, grad, coded[0], coded[1], *rest),
+    }
+    rows: dict[str, Any] = {"part": "updates"}
+    for what, once in tried.items():
+        once()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(20):
+            once()
+        torch.cuda.synchronize()
+        rows[f"{what} ns"] = (time.perf_counter() - began) / 20 / weight.numel() * 1e9
+    return rows
+
+
+KINDS = {"updates": updates, "links": links, "bitwise": bitwise, "states": smaller_states}
 
 
 def main() -> None:
