@@ -135,6 +135,16 @@ def long_number(path: Path) -> None:
     (path / MANIFEST).write_text('{"step": ' + "9" * 100_000 + "}")
 
 
+def pipe(path: Path) -> None:
+    (path / MANIFEST).unlink()
+    os.mkfifo(path / MANIFEST)
+
+
+def endless(path: Path) -> None:
+    (path / MANIFEST).unlink()
+    (path / MANIFEST).symlink_to("/dev/zero")
+
+
 def claims(path: Path) -> None:
     """An index of a tensor of 4 TiB."""
     with (path / ".metadata").open("rb") as stream:
@@ -154,6 +164,8 @@ HOSTILE = {
     immense: "instead of",
     deep: "is not a manifest",
     long_number: "is not a manifest",
+    pipe: "not a regular file",
+    endless: "not a regular file",
     claims: "larger than all its files",
 }
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from weft.job.errors import Exit, JobError, MachineError
 from weft.job.load import load_job
 from weft.job.run_folder import RunDir
-from weft.launch.run_files import RunFiles
+from weft.launch.run_files import RunFiles, write_job_and_plan
 from weft.launch.train import prepare
 from weft.supervisor.run_lock import run_lock
 
@@ -131,14 +131,46 @@ def test_wrong_sample_after_some_steps_keeps_the_run(tmp_path: Path) -> None:
     assert run.job.exists() and run.plan.exists()
 
 
-def test_folder_that_is_no_run_is_refused(prepared: Any, tmp_path: Path) -> None:
-    for name, content in (("job.yaml", "name: mine"), ("plan.json", "[]")):
-        run = RunDir(tmp_path / name.replace(".", "-"))
-        run.path.mkdir()
-        (run.path / name).write_text(content)
-        with pytest.raises(JobError, match="give the run another name="):
-            RunFiles(run, created=False).write(*prepared)
-        assert tree(run.path) == {name: content.encode()}
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("job.yaml", "name: mine"), ("plan.json", "[]"), ("metrics.jsonl", "step,loss"), ("events.jsonl", '{"a": 1}'),
+        ("slices.json", '["mine"]'), ("report.html", "<p>mine"), ("logs", "mine"), ("checkpoints", "mine"),
+    ],
+)  # fmt: skip
+def test_folder_that_is_no_run_is_refused(prepared: Any, tmp_path: Path, name: str, content: str) -> None:
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    (run.path / name).write_text(content)
+    with pytest.raises(JobError, match="give the run another name="):
+        RunFiles(run, created=False).write(*prepared)
+    assert tree(run.path) == {name: content.encode()}
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "slices.json", "job.yaml"])
+def test_links_and_pipes_in_place_of_files_are_refused(prepared: Any, tmp_path: Path, name: str) -> None:
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    write_job_and_plan(run, *prepared)
+    (run.path / name).unlink(missing_ok=True)
+    (run.path / name).symlink_to(tmp_path / "outside")
+    with pytest.raises(JobError, match="is not a regular file"):
+        write_job_and_plan(run, *prepared)
+    (run.path / name).unlink()
+    os.mkfifo(run.path / name)
+    with pytest.raises(JobError, match="is not a regular file"):
+        write_job_and_plan(run, *prepared)
+    assert not (tmp_path / "outside").exists()
+
+
+def test_what_a_refused_start_left_does_not_stop_the_next(prepared: Any, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    run.metrics.touch()
+    run.events.write_text('{"time": "", "event": "start"}\n{"torn')
+    run.slices.write_text('{"axes": {}, "ranks": []}')
+    write_job_and_plan(run, *prepared)
+    assert run.job.exists()
 
 
 def test_one_lock_for_all_ways_to_start(tmp_path: Path) -> None:

@@ -81,3 +81,18 @@ def test_closing_the_fork_server_keeps_forked_processes(fork_server: ForkServer)
     assert alive.poll() is None
     alive.kill()
     assert alive.wait() == -signal.SIGKILL
+
+
+def test_fork_whose_pid_is_unknown_exits(tmp_path: Path) -> None:
+    """The fork server is killed after it forked and before it sent the pid."""
+    code = (
+        "import os, sys\nfrom weft.supervisor.fork_server import fork_for\n"
+        "if fork_for(int(sys.argv[2]), lambda pid: os.kill(os.getpid(), 9)): open(sys.argv[1], 'w')"
+    )
+    with as_subreaper():
+        before = set(psutil.Process().children())
+        server = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "ran"), str(os.getpid())])
+        assert server.wait() == -signal.SIGKILL
+        (forked,) = set(psutil.Process().children()) - before
+        assert os.waitpid(forked.pid, 0)[1] == 0
+    assert not (tmp_path / "ran").exists()

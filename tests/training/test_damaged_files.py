@@ -41,12 +41,16 @@ def test_damaged_lines_do_not_stop_a_resume(trained: Path) -> None:
     for path in (run.metrics, run.events, run.samples / "rank-0.jsonl"):
         good = path.read_bytes().splitlines(keepends=True)
         path.write_bytes(b"".join(good[:5] + BAD_LINES + good[5:]) + b'{"torn')
+    (run.samples / "rank-7.jsonl").mkdir()
+    (trained / "mine.txt").write_text("mine")
+    (run.samples / "rank-8.jsonl").symlink_to(trained / "mine.txt")
     result = weft(trained, "train", "job.yaml", "train.steps=20")
     assert result.code == 0, result.err
     assert "Traceback" not in result.err
     assert "done: step 20" in result.err
     assert "could not be drawn" not in result.err
     assert read_metrics(run.metrics)[-1]["step"] == 20
+    assert (trained / "mine.txt").read_text() == "mine"
     read = ids_by_step(run)
     assert sorted(i for step in range(1, 21) for i in read[step]) == list(range(40))
     assert all(json.loads(line)["ids"] for line in (run.samples / "rank-0.jsonl").read_text().splitlines())

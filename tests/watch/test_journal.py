@@ -97,6 +97,8 @@ def test_lines_that_are_not_objects_are_skipped(tmp_path: Path) -> None:
     )
     assert read_jsonl(path) == [{"a": None}, {"a": 1}]
     assert read_jsonl(tmp_path / "missing.jsonl") == []
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    assert read_jsonl(tmp_path / "pipe.jsonl") == []
 
 
 def test_a_repeated_step_counts_once(tmp_path: Path) -> None:

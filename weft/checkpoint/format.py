@@ -153,10 +153,13 @@ def read_manifest(path: AnyPath) -> Manifest:
     """The manifest of the checkpoint at path; raises Damaged when it is invalid, JobError when nothing is there."""
     if not path.is_dir():
         raise JobError(f"no checkpoint is at {path}; it would be a folder such as {checkpoint_name(200)}")
+    file = path / MANIFEST
     try:
-        if size_of(path / MANIFEST) > MAX_MANIFEST_BYTES:
+        if isinstance(file, Path) and not stat.S_ISREG(file.lstat().st_mode):
+            raise Damaged(path, f"{MANIFEST} is not a regular file")
+        if size_of(file) > MAX_MANIFEST_BYTES:
             raise Damaged(path, f"{MANIFEST} is larger than {MAX_MANIFEST_BYTES >> 20} MiB")
-        text = (path / MANIFEST).read_bytes()
+        text = file.read_bytes()
     except FileNotFoundError:
         raise Damaged(path, f"it has no {MANIFEST}, so it was never finished") from None
     except OSError as error:

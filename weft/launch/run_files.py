@@ -70,10 +70,13 @@ def write_job_and_plan(run: RunDir, job: Job, plan: Plan) -> None:
 
 
 def check_is_run(run: RunDir) -> None:
-    """Refuse a folder in which a file named job.yaml or plan.json was not written by Weft."""
-    for path in (run.job, run.plan):
+    """Refuse a folder whose files or subfolders have the names of a run's, but were not written by Weft."""
+    for path in (run.job, run.plan, run.metrics, run.events, run.slices, run.pipeline):
         if path.is_symlink() or (path.exists() and not path.is_file()):
             raise JobError(f"{path} is not a regular file; give the run another name=")
+    for path in (run.logs, run.checkpoints, run.samples, run.traces, run.compiled):
+        if os.path.lexists(path) and not path.is_dir():
+            raise JobError(f"{path} is not a folder; give the run another name=")
     if run.job.exists() and not run.plan.exists():
         raise JobError(f"{run.job} exists, but {run.path} is not the folder of a run; give the run another name=")
     if run.plan.exists() and not run.job.exists():
@@ -81,6 +84,20 @@ def check_is_run(run: RunDir) -> None:
             Plan.from_json(json.loads(run.plan.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             raise JobError(f"{run.plan} is not a plan of Weft; give the run another name=") from None
+    if not run.job.exists() and not run.plan.exists():
+        content = {run.metrics: {"step", "loss"}, run.events: {"event"}, run.slices: {"ranks"}, run.report: {"any"}}
+        for path, keys in content.items():  # a refused start leaves all but a report
+            if _size(path) and not keys <= _first_keys(path):
+                raise JobError(f"{path} was not written by Weft; give the run another name=")
+
+
+def _first_keys(path: Path) -> set[str]:
+    """The keys of the JSON object in the first line of a file."""
+    try:
+        with path.open("rb") as file:
+            return set(json.loads(file.readline()))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return set()
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -120,31 +120,38 @@ def serve() -> bool:
     manager = int(os.environ["WEFT_LAUNCHER"])
     with socket.socket(fileno=int(os.environ.pop("WEFT_FORK_SERVER"))) as sock:
         while asked := sock.recv(64):
-            pid = _fork_for(manager)
-            if pid == 0:
-                os.environ["WEFT_SLOT"] = asked.decode()
+            slot = asked.decode()
+            if fork_for(manager, lambda pid: sock.send(f"{slot} {pid}".encode())):  # noqa: B023
+                os.environ["WEFT_SLOT"] = slot
                 return True
-            sock.send(f"{int(asked)} {pid}".encode())
     return False
 
 
-def _fork_for(parent: int) -> int:
-    """Fork a process that is re-parented to `parent`. Returns its pid, and 0 in the fork."""
+def fork_for(parent: int, announce: Callable[[int], object]) -> bool:
+    """Fork a process that is re-parented to `parent`. Returns whether this is the fork, which runs only after its pid
+    was announced: if the server is killed before, nobody would know the fork, and it exits."""
     read, write = os.pipe()
+    wait, go = os.pipe()
     between = os.fork()
     if between == 0:
         pid = os.fork()
         if pid:
             os.write(write, str(pid).encode())
             os._exit(0)
-        os.close(read)
-        os.close(write)
+        for handle in (read, write, go):
+            os.close(handle)
         os.setsid()
         deadline = time.monotonic() + REPARENT_TIMEOUT_S
         while os.getppid() != parent and time.monotonic() < deadline:
             time.sleep(0.001)
-        return 0
+        with os.fdopen(wait, "rb") as announced:
+            if not announced.read():
+                os._exit(0)
+        return True
     os.close(write)
+    os.close(wait)
     os.waitpid(between, 0)
-    with os.fdopen(read) as pipe:
-        return int(pipe.read())
+    with os.fdopen(read) as pipe, os.fdopen(go, "wb") as announced:
+        announce(int(pipe.read()))
+        announced.write(b"1")
+    return False

@@ -200,7 +200,8 @@ def _truncate_sample_records(session: Session) -> None:
     """Drop the recorded samples after the resumed step: in the run folder, or on each node in its own."""
     first = os.environ.get("LOCAL_RANK", "0") == "0" if session.job.checkpoint.to else session.mesh.rank == 0
     if first:
-        for path in session.run.samples.glob("rank-*.jsonl"):
+        files = (p for p in session.run.samples.glob("rank-*.jsonl") if p.is_file() and not p.is_symlink())
+        for path in files:
             kept = [json.dumps(line) + "\n" for line in read_jsonl(path) if _is_before(line, session.state.step)]
             path.write_text("".join(kept), encoding="utf-8")
     session.mesh.barrier()

@@ -63,7 +63,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Every complete line that is a JSON object, without fields of NUMBERS that hold something else. Other lines are
     skipped; a missing or unreadable file is empty."""
     try:
-        lines = Path(path).read_bytes().split(b"\n")
+        lines = Path(path).read_bytes().split(b"\n") if Path(path).is_file() else []  # a named pipe would block
     except OSError:
         return []
     found = []
