@@ -136,17 +136,64 @@ def test_weights_are_copied_before_the_next_update(tmp_path: Path) -> None:
     assert ring.held() == [2, 3]
 
 
-def test_memory_is_unregistered_before_it_is_unmapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU would copy from the old pages whatever is mapped at the same address afterwards."""
-    registered: set[int] = set()
+def record_registrations(monkeypatch: pytest.MonkeyPatch, at_most: int = 1 << 30) -> dict[int, int]:
+    """Sizes of the registered parts by address; a GPU that registers so many of them."""
+    registered: dict[int, int] = {}
 
-    def register(memory: torch.Tensor) -> bool:
-        assert memory.data_ptr() not in registered, "mapped where other memory is still registered"
-        registered.add(memory.data_ptr())
+    def register(part: torch.Tensor) -> bool:
+        assert part.data_ptr() not in registered, "mapped where other memory is still registered"
+        if len(registered) == at_most:
+            return False
+        registered[part.data_ptr()] = part.numel()
         return True
 
+    def unregister(parts: list[torch.Tensor]) -> None:
+        for part in parts:
+            del registered[part.data_ptr()]
+
     monkeypatch.setattr(snapshot_storage, "_register", register)
-    monkeypatch.setattr(snapshot_storage, "_unregister", lambda memory: registered.remove(memory.data_ptr()))
+    monkeypatch.setattr(snapshot_storage, "_unregister", unregister)
+    return registered
+
+
+def test_memory_is_page_locked_by_regions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call for all of it would block the training thread; a copy may not cross from one region into the next."""
+    monkeypatch.setattr(snapshot_storage, "REGION_BYTES", 10_000)
+    shards = {f"model.{i}": torch.full((size,), i) for i, size in enumerate((100, 3000, 5, 700, 900, 2))}
+    table = snapshot_storage.Table.of(shards)
+    starts = [start for start, _ in table.regions()]
+    assert [end for _, end in table.regions()] == [*starts[1:], table.size]
+    assert starts == [0, *(at for name, _, _, at in table.entries if name in ("model.2", "model.5"))]
+    assert not any(start % 4096 for start in starts)
+    for at_most, pinned in ((3, True), (2, False)):  # a region cannot be locked: none is
+        registered = record_registrations(monkeypatch, at_most)
+        slot = snapshot_storage.Slot(table, torch.zeros(table.size, dtype=torch.uint8))
+        slot.pin()
+        assert slot.pinned is pinned and len(registered) == (3 if pinned else 0)
+
+
+def test_only_the_snapshot_that_is_loaded_is_page_locked_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are page-locked with the next snapshot, on a GPU in the background."""
+    ring = Snapshots(tmp_path, rank=0, keep=MIN_COPIES)
+    for step in (1, 2, 3):
+        ring.take(step, state(step), {})
+        ring.seal(step, {})
+    registered = record_registrations(monkeypatch)
+    monkeypatch.setattr(snapshot_storage.Slot, "_start_copies", lambda slot, shards: slot._copy(shards))
+    again = Snapshots(tmp_path, rank=0, keep=MIN_COPIES)
+    assert again.held() == [1, 2, 3] and not registered
+    again.load(2, state(0))
+    assert len(registered) == 1
+    again.take(3, state(3), {})
+    again.seal(3, {})
+    assert len(registered) == MIN_COPIES and again.held() == [1, 2, 3]
+
+
+def test_memory_is_unregistered_before_it_is_unmapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU would copy from the old pages whatever is mapped at the same address afterwards."""
+    registered = record_registrations(monkeypatch)
     monkeypatch.setattr(snapshot_storage.Slot, "_start_copies", lambda slot, shards: slot._copy(shards))
     for attempt in range(3):  # of one process
         ring = Snapshots(tmp_path, rank=0, keep=MIN_COPIES)

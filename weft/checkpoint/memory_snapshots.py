@@ -106,7 +106,7 @@ class Snapshots:
             self._allocate(shards)
         pinned = self._pinned()
         slot = min((s for s in self._slots if s.sealed not in pinned), key=lambda s: s.sealed, default=None)
-        if slot is None:  # refused, or still being allocated
+        if slot is None or slot.pinned is None:  # refused, or still being allocated
             return
         slot.write(shards)
         self._open = (slot, step, meta)
@@ -215,7 +215,8 @@ class Snapshots:
             free = [path for i in range(self.keep) if (path := self._path(i)) not in taken]
             count = 1 if self._large and not self.background else keep - len(self._slots)
             last = len(self._slots) + count >= keep
-            self._allocator = SlotAllocator(table, free[:count], self.device, self.background and self._large, last)
+            background = self.background and self._large
+            self._allocator = SlotAllocator(table, self._slots, free[:count], self.device, background, last)
         if self._allocator.is_alive():
             return
         allocator, self._allocator = self._allocator, None

@@ -13,6 +13,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,13 @@ POPULATE = 23 if sys.platform == "linux" else -1
 """MADV_POPULATE_WRITE, for which Python has no name."""
 POPULATE_BYTES = 1 << 26
 """Bytes populated in one call, during which no other thread of the process can map memory."""
+REGION_BYTES = 1 << 28
+"""Bytes that are page-locked in one call, during which no other thread of the process can call CUDA. A region ends with
+a tensor: CUDA copies only within a region."""
+
+
+PIN_PAUSE_S = 0.005
+"""Pause after each region that is page-locked beside training."""
 
 
 class Table:
@@ -45,10 +53,21 @@ class Table:
         rows = [(n, str(t.dtype).removeprefix("torch."), list(t.shape), 0) for n, t in shards.items()]
         head = -(-(HEAD.size + 2 * len(json.dumps(rows)) + 16 * len(rows) + 4096) // 4096) * 4096
         entries, offset = [], head
+        region = 0
         for (name, dtype, shape, _), tensor in zip(rows, shards.values(), strict=True):
+            if offset - region >= REGION_BYTES:
+                region = offset = -(-offset // PAGE) * PAGE
             entries.append((name, dtype, shape, offset))
             offset += -(-tensor.numel() * tensor.element_size() // ALIGN) * ALIGN
         return cls(entries, head, max(offset, head + ALIGN))
+
+    def regions(self) -> list[tuple[int, int]]:
+        """Start and end of the parts that are page-locked one after the other."""
+        starts = [0]
+        for _, _, _, offset in self.entries:
+            if offset - starts[-1] >= REGION_BYTES and offset % PAGE == 0:
+                starts.append(offset)
+        return list(zip(starts, [*starts[1:], self.size], strict=True))
 
 
 class Slot:
@@ -61,12 +80,9 @@ class Slot:
         self.table, self.memory, self.sealed, self.meta, self.path = table, memory, sealed, meta or {}, path
         self.bytes = memoryview(memory.numpy().data)
         self.views = {name: _view(memory, dtype, shape, at) for name, dtype, shape, at in table.entries}
-        self.pinned = _register(memory)
-        """Whether a GPU can copy into it asynchronously."""
-        if self.pinned:
-            # Memory that is unmapped while registered with CUDA stays registered, and other memory at the same address,
-            # such as a batch, would be copied from the old pages. The process outlives the slots of an attempt.
-            weakref.finalize(self, _unregister, memory).atexit = False
+        self.pinned: bool | None = None
+        """Whether a GPU can copy into it asynchronously; None: not tried yet."""
+        self._pinning = threading.Lock()
         self.copied: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self.copy_s = 0.0
         self._uncopied: dict[str, Tensor] = {}
@@ -83,6 +99,27 @@ class Slot:
             return cls(Table(entries, entries[0][3], size), _map(path, size), step, meta, path)
         except (OSError, TypeError, AttributeError, RuntimeError):
             return None
+
+    def pin(self, pause_s: float = 0.0) -> None:
+        """Page-lock the memory if CUDA is used, with a pause after each region for the calls of other threads."""
+        with self._pinning:
+            if self.pinned is not None:
+                return
+            parts = [self.memory[start:end] for start, end in self.table.regions()]
+            done: list[Tensor] = []
+            for part in parts:
+                if not _register(part):
+                    break
+                done.append(part)
+                time.sleep(pause_s)
+            self.pinned = len(done) == len(parts)
+            if self.pinned:
+                # Memory that is unmapped while registered with CUDA stays registered, and other memory at the same
+                # address, such as a batch, would be copied from the old pages. The process outlives the slots of an
+                # attempt.
+                weakref.finalize(self, _unregister, done).atexit = False
+            else:
+                _unregister(done)
 
     def fits(self, shards: Mapping[str, Tensor]) -> bool:
         return self.views.keys() == shards.keys() and all(
@@ -105,7 +142,7 @@ class Slot:
     def _copy(self, shards: Mapping[str, Tensor]) -> None:
         if shards:
             began = time.thread_time()  # without the time of other processes on a busy machine
-            torch._foreach_copy_([self.views[n] for n in shards], list(shards.values()), non_blocking=self.pinned)
+            torch._foreach_copy_([self.views[n] for n in shards], list(shards.values()), non_blocking=bool(self.pinned))
             self.copy_s += time.thread_time() - began
 
     def _start_copies(self, shards: Mapping[str, Tensor]) -> None:
@@ -150,6 +187,9 @@ class Slot:
 
     @torch.no_grad()
     def read(self, shards: Mapping[str, Tensor]) -> None:
+        if self.pinned is None and torch.cuda.is_initialized():
+            _map_pages(self.memory)
+        self.pin()
         torch._foreach_copy_(list(shards.values()), [self.views[n] for n in shards])
 
 
@@ -159,14 +199,19 @@ def _copy_stream() -> torch.cuda.Stream:
 
 
 class SlotAllocator(threading.Thread):
-    """Allocates slots. Allocating and pinning tens of gigabytes takes a minute, so a run on a GPU does not wait for it.
+    """Allocates slots, and pins those that an earlier process left. That takes a minute for tens of gigabytes, so a run
+    on a GPU does not wait for it.
 
     `last`: these slots complete the ring.
     """
 
-    def __init__(self, table: Table, paths: list[Path | None], device: torch.device, background: bool, last: bool):
+    def __init__(
+        self, table: Table, found: list[Slot], paths: list[Path | None], device: torch.device, background: bool,
+        last: bool,
+    ):  # fmt: skip
         super().__init__(name="snapshots", daemon=True)
-        self.table, self.paths, self.device, self.last = table, paths, device, last
+        self.table, self.found, self.paths, self.device, self.last = table, found, paths, device, last
+        self.pause_s = PIN_PAUSE_S if background else 0.0
         self.slots: list[Slot] = []
         self.error: Exception | None = None
         if background:
@@ -177,9 +222,12 @@ class SlotAllocator(threading.Thread):
     def run(self) -> None:
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             try:
+                for slot in self.found:
+                    slot.pin(self.pause_s)
                 for path in self.paths:
                     memory = _memory(path, self.table.size)
                     self.slots.append(Slot(self.table, memory, path=path))
+                    self.slots[-1].pin(self.pause_s)
                     self.slots[-1].unseal()
             except (OSError, RuntimeError, ValueError) as error:
                 self.error = error
@@ -214,13 +262,24 @@ def _populated(memory: mmap.mmap) -> Tensor:
     mmap.madvise would hold the GIL and block the training thread.
     """
     found = torch.frombuffer(memory, dtype=torch.uint8)
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     for at in range(0, len(memory), POPULATE_BYTES):
-        if madvise(found.data_ptr() + at, min(POPULATE_BYTES, len(memory) - at), POPULATE):
+        if _populate(found[at : at + POPULATE_BYTES]):
             found[at::PAGE].zero_()  # an older kernel or another system
             break
     return found
+
+
+def _populate(part: Tensor) -> int:
+    """Allocate and map the pages of memory that starts with a page. Not 0: the system cannot."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    return int(madvise(part.data_ptr(), part.numel(), POPULATE))
+
+
+def _map_pages(memory: Tensor) -> None:
+    """Map the existing pages of a file by several threads, which page-locking would do one by one."""
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(_populate, memory.split(POPULATE_BYTES)))
 
 
 def _map(path: Path, size: int) -> Tensor:
@@ -236,11 +295,13 @@ def _register(memory: Tensor) -> bool:
     return False
 
 
-def _unregister(memory: Tensor) -> None:
+def _unregister(parts: list[Tensor]) -> None:
     """Undo _register() before the memory is unmapped, after copies in progress."""
     with contextlib.suppress(RuntimeError):  # the context and its registrations are lost
-        _copy_stream().synchronize()
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        if parts:
+            _copy_stream().synchronize()
+        for part in parts:
+            torch.cuda.cudart().cudaHostUnregister(part.data_ptr())
 
 
 def _view(memory: Tensor, dtype: str, shape: list[int], at: int) -> Tensor:
