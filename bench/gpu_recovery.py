@@ -2,6 +2,7 @@
 
     python bench/gpu_recovery.py                 # writes bench/gpu-recovery.md and .json
     python bench/gpu_recovery.py --device cpu --kills 2 --others 1      # the same over Gloo, to try the script
+    python bench/gpu_recovery.py --compare 2000  # no faults: two ranks against one rank alone
 
 Ranks share one GPU over NCCL. Each group of faults is one run; its losses, gradient norms and final weights are
 compared, bit by bit, with those of a run without faults. A second run without faults shows whether the kernels are
@@ -168,9 +169,17 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no group is started")
     parser.add_argument("--no-control", action="store_true", help="without the second run without faults")
     parser.add_argument(
+        "--compare", type=int, default=0, metavar="STEPS", help="only compare two ranks with one rank, without faults"
+    )
+    parser.add_argument(
         "--one-rank", action="store_true", help="compare the undisturbed kill group with one rank alone"
     )
     asked = parse(parser)
+    if asked.compare:
+        with tempfile.TemporaryDirectory(prefix="weft-recovery-") as folder:
+            job = job_for("compare", asked.compare, Path(folder), asked)
+            print(facts(asked), against_one_rank(job, undisturbed(job, 2, Path(folder), print), Path(folder)))
+        return 0
     few = asked.others
     groups: list[tuple[Any, ...]] = [
         ("kill", 2, f"kill:{asked.kills}"), *((kind, 2, f"{kind}:{few}") for kind in ("stop", "sleep", "illegal")),

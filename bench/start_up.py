@@ -1,6 +1,9 @@
 """Seconds from `weft train` to its first step: with an empty compile cache, with a warm one under another run's name,
-and from the kill of a rank to the next step. With --overhead, also the step times of that many steps with a supervisor
-and snapshots and without them (`--no-resilient`), by turns. Run it on a GPU: python bench/start_up.py --shape 1b"""
+and from the kill of a rank to the next step, once the run has a snapshot. With --overhead, also the step times of that
+many steps with a supervisor and snapshots and without them (`--no-resilient`), by turns.
+
+    python bench/start_up.py --shape 1b --rounds 1 --kills 10 --overhead 150       # on a GPU
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,13 @@ import psutil
 from gpu import end_run, weft_job
 from shapes import SHAPES
 
+from weft.checkpoint.snapshot_file import find_sealed
+from weft.supervisor.memory_folder import PREFIX, candidates
+
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 300.0
+LONG_STEP = 1.2
+"""Times the median from which a step is listed."""
 
 
 class Run:
@@ -39,8 +47,27 @@ class Run:
 
     def step_times(self) -> list[float]:
         """Seconds of each step after the tenth."""
-        lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (self.path / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
         return [json.loads(line)["step_time_s"] for line in lines[10:]]
+
+    def newest_snapshot(self) -> int:
+        """The newest step in memory; runs that were killed before left none, since each start removes them."""
+        found = [s.step for base in candidates() for at in base.glob(f"{PREFIX}*") for s in find_sealed(at)]
+        return max(found, default=-1)
+
+    def wait_for_snapshot(self, after: int, at_most_s: float) -> tuple[int, float]:
+        """Wait for a snapshot of a later step. Returns the newest, and the seconds."""
+        began = time.time()
+        while (newest := self.newest_snapshot()) <= after and time.time() - began < at_most_s:
+            if self.process.poll() is not None:
+                raise SystemExit(self.log.read_text(encoding="utf-8")[-2000:])
+            time.sleep(0.05)
+        return newest, time.time() - began
+
+    def snapshot_memory(self) -> str:
+        """What the run prints about the host memory of its snapshots."""
+        lines = (self.path / "logs" / "rank-0.log").read_text(encoding="utf-8").splitlines()
+        return next((line for line in lines if "snapshots" in line or "host memory" in line), "no line about snapshots")
 
     def last_recovery(self) -> tuple[int, float]:
         """Steps that the last recovery lost, and its seconds until training went on."""
@@ -74,13 +101,33 @@ class Run:
         end_run(self.process)
 
 
+def kill_ranks(run: Run, kills: int, settle_s: float) -> None:
+    """Kill the rank repeatedly, the first time after its first snapshot."""
+    snapshot, waited = run.wait_for_snapshot(-1, LIMIT_S)
+    print(f"first snapshot, of step {snapshot}, {waited:.1f} s after step 10: {run.snapshot_memory()}", flush=True)
+    seconds = []
+    for _ in range(kills):
+        snapshot, _ = run.wait_for_snapshot(snapshot, settle_s)
+        lines = run.steps()
+        if not run.kill_a_rank():
+            raise SystemExit("the run has no rank 0")
+        seconds.append(run.wait_for(lines + 1))
+        run.wait_for(lines + 10)
+        lost, training = run.last_recovery()
+        print(
+            f"kill, with a snapshot of step {snapshot}: training again after {training:.1f} s, {lost} steps lost, "
+            f"next committed step after {seconds[-1]:.1f} s", flush=True,
+        )  # fmt: skip
+    print(f"{kills} kills: median {statistics.median(seconds):.1f} s, worst {max(seconds):.1f} s", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", default="1b", choices=SHAPES)
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kills", type=int, default=1)
-    parser.add_argument("--settle", type=float, default=30.0, help="seconds of training before each kill")
+    parser.add_argument("--settle", type=float, default=30.0, help="most seconds to wait for a newer snapshot")
     parser.add_argument("--overhead", type=int, default=0, metavar="STEPS")
     parser.add_argument("changes", nargs="*", help="key=value for the job")
     asked = parser.parse_args()
@@ -91,28 +138,21 @@ def main() -> None:
             run = Run(folder, job, f"run-{number}", asked.changes)
             print(f"{'warm' if number else 'cold'}: first step after {run.wait_for(1):.1f} s", flush=True)
             run.wait_for(10)
-            for _ in range(asked.kills if number == asked.rounds else 0):
-                time.sleep(asked.settle)  # a first snapshot of many gigabytes takes a while
-                steps = run.steps()
-                if run.kill_a_rank():
-                    new_step = run.wait_for(steps + 1)
-                    run.wait_for(steps + 10)
-                    lost, training = run.last_recovery()
-                    print(
-                        f"kill after step {steps}: training again after {training:.1f} s, {lost} steps lost, next new "
-                        f"step after {new_step:.1f} s", flush=True,
-                    )  # fmt: skip
+            if asked.kills and number == asked.rounds:
+                kill_ranks(run, asked.kills, asked.settle)
             run.end()
         for number in range(4 if asked.overhead else 0):
             flags = ["--no-resilient"] if number % 2 else []
             run = Run(folder, job, f"overhead-{number}", [*asked.changes, *flags])
             run.wait_for(asked.overhead + 10)
-            times = run.step_times()
+            times, snapshot = run.step_times(), run.newest_snapshot()
             middle = statistics.median(times)
-            how = "without a supervisor" if flags else "supervised"
+            how = "without a supervisor" if flags else f"supervised, newest snapshot of step {snapshot}"
+            long = {i: round(t / middle, 2) for i, t in enumerate(times, 11) if t > LONG_STEP * middle}
             print(
-                f"{how}: median {middle * 1e3:.2f} ms, longest of {len(times)} {max(times) / middle:.3f} ×", flush=True
-            )
+                f"{how}: median {middle * 1e3:.2f} ms, mean {statistics.mean(times) * 1e3:.2f}, "
+                f"longest of {len(times)} {max(times) / middle:.3f} ×; steps over {LONG_STEP} ×: {long}", flush=True,
+            )  # fmt: skip
             run.end()
 
 
