@@ -177,6 +177,9 @@ class NoVal:
     def train(self, index): return {"inputs": [0], "targets": [0]}
 
 class Empty(Squares): train_len = 0
+class Endless(Squares): train_len = 10**30
+class Exits(Squares):
+    def train(self, index): raise SystemExit(0)
 class Wordy(Squares): train_len = "many"
 class Tuples(Squares):
     def train(self, index): return (1, 2)
@@ -193,6 +196,10 @@ class Tokens(Squares):
         targets = np.array([1, -100, 255, 300 if index == 2 else 3])
         return {"inputs": np.array([0, 1, -1 if index == 3 else 2, 255]), "targets": targets}
     val = train
+class Shorter(Tokens):
+    def train(self, index): return {"inputs": [1, 2, 3], "targets": [2, 3]}
+class Rows(Tokens):
+    def train(self, index): return {"inputs": [[1, 2]], "targets": [[2, 3]]}
 class Unmasked(Tokens):
     def train(self, index):
         return {**super().train(index), "valid": np.array([True, True, True, index != 2])}
@@ -205,6 +212,7 @@ def fails(data): raise RuntimeError("no such bucket")
 def own(tmp_path, monkeypatch):
     (tmp_path / "own_samples.py").write_text(OWN)
     (tmp_path / "own_broken.py").write_text("import not_installed_anywhere\n")
+    (tmp_path / "own_exits.py").write_text("raise SystemExit(3)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
@@ -289,6 +297,12 @@ def test_user_dataset_ranges(own):
     assert open_own("Unmasked").train(2)["valid"].tolist() == [True, False, True, False], "any masked target is fine"
     with pytest.raises(JobError, match=r"gave inputs of float32 for train\(0\); the model takes integers"):
         open_own("Squares")
+    with pytest.raises(
+        JobError, match=r"shapes \[3\], \[2\] and \[2\] for train\(0\); the model takes a row of tokens"
+    ):
+        open_own("Shorter")
+    with pytest.raises(JobError, match=r"shapes \[1, 2\], \[1, 2\] and \[1, 2\] for train\(0\)"):
+        open_own("Rows")
 
 
 @pytest.mark.parametrize(
@@ -296,6 +310,9 @@ def test_user_dataset_ranges(own):
     [
         ("own_samples:NoVal", r"the NoVal it returned has no method val\(index\); a dataset has train_len, val_len"),
         ("own_samples:Empty", "the Empty it returned has train_len = 0; it must be at least 1"),
+        ("own_samples:Endless", "has train_len = 10+; it must be at most 4611686018427387903"),
+        ("own_samples:Exits", r"reading its first sample raised SystemExit: 0 .*own_samples\.py:\d+"),
+        ("own_exits:Squares", r"importing it raised SystemExit: 3 .*own_exits\.py:1"),
         ("own_samples:Wordy", "train_len = 'many', which is not a whole number"),
         ("own_samples:Words", r"gave str at inputs/x of train\(0\); a sample is made of numbers"),
         ("own_samples:Broken", r"reading its first sample raised ZeroDivisionError: .*own_samples\.py:\d+"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,11 +68,21 @@ def test_train_runs_them_on_two_ranks(job: Path) -> None:
     )
 
 
-def test_only_a_job_file_imports_extensions(tmp_path: Path) -> None:
+def test_only_a_job_file_imports_extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs in checkpoints and run records pass through parse_job, which imports nothing."""
     (tmp_path / "job.yaml").write_text("extensions: [no_such_module]")
     with pytest.raises(JobError, match="extensions: no_such_module: cannot import no_such_module"):
         load_job(str(tmp_path / "job.yaml"))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    for code, raised in {
+        "def f(:": "SyntaxError",
+        "1 / 0": "ZeroDivisionError",
+        "raise SystemExit(0)": "SystemExit",
+    }.items():
+        (tmp_path / f"raises_{raised}.py").write_text(code)
+        (tmp_path / "job.yaml").write_text(f"extensions: [raises_{raised}]")
+        with pytest.raises(JobError, match=f"extensions: raises_{raised}: importing raises_{raised} raised {raised}"):
+            load_job(str(tmp_path / "job.yaml"))
     assert parse_job({"extensions": ["no_such_module"]}).extensions == ("no_such_module",)
     with pytest.raises(JobError, match="must be names of Python modules"):
         parse_job({"extensions": ["os:system"]})

@@ -40,7 +40,8 @@ class Late:
     def train(self, index):
         tokens = np.arange(self.length + 1) % 7
         self.read = getattr(self, "read", 0) + 1
-        return {"inputs": tokens[:-1], "targets": tokens[1:]} if self.read < 55 else {"x": 1}
+        targets = np.full(self.length, -100) if self.read <= 4 else tokens[1:]  # those of step 1, after two for a check
+        return {"inputs": tokens[:-1], "targets": targets} if self.read < 55 else {"x": 1}
 
     val = train
 """
@@ -126,6 +127,7 @@ def test_wrong_sample_after_some_steps_keeps_the_run(tmp_path: Path) -> None:
     result = weft(tmp_path, "train", "job.yaml", "data.source=late:Late", "model.vocab=16")
     run = run_of(tmp_path, "job")
     assert result.code == Exit.JOB, result.err
+    assert result.err.count("had no valid target") == 1 and "step 1 had no valid target" in result.err
     assert step_of(run) >= 20
     assert (run.checkpoints / "step-00000020").exists()
     assert run.job.exists() and run.plan.exists()

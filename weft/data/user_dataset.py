@@ -22,6 +22,9 @@ from weft.models.user.sample_tree import TARGET_NAMES, flatten
 IGNORED_TARGET = -100
 """Targets of this value are masked, as in torch.nn.functional.cross_entropy."""
 
+MAX_LENGTH = 2**62 - 1
+"""Samples that can be shuffled (data/sampler.py)."""
+
 _NEEDS = "a dataset has train_len, val_len, train(index) and val(index)"
 
 
@@ -40,7 +43,7 @@ def open_user_dataset(job: Job) -> UserDataset:
                 "that Python can import from here"
             ) from None
         raise _user_code_error(data.source, "importing it", error) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _user_code_error(data.source, "importing it", error) from error
     make = getattr(module, name, None)
     if not callable(make):
@@ -49,12 +52,12 @@ def open_user_dataset(job: Job) -> UserDataset:
         raise JobError(f"data.source {data.source}: {module_name} has no function or class {name!r}{hint}")
     try:
         inner = make(data)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _user_code_error(data.source, "calling it with the data section", error) from error
     return UserDataset(inner, data.source, job.model, bool(data.tasks))
 
 
-def _user_code_error(source: str, doing: str, error: Exception) -> JobError:
+def _user_code_error(source: str, doing: str, error: BaseException) -> JobError:
     at = traceback.extract_tb(error.__traceback__)[-1]
     return JobError(f"data.source {source}: {doing} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno})")
 
@@ -70,7 +73,10 @@ class UserDataset:
         self._labels = model.classes
         """Integer targets must be below it instead, where the model gives labels."""
         self._tokens, self._classes = model.takes_tokens, model.takes_tokens or model.is_classifier
+        self._per_token = model.takes_tokens and not model.is_encoder_decoder and not model.labels_samples
+        """Whether each token has a target."""
         self._plain, self._several = not model.module, several or isinstance(model.loss, dict)
+        self._per_token &= not self._several
         self._rows = {key: (table.name, table.rows) for table in model.tables for key in table.keys}
         """By key of a sample with ids: the table and its number of rows."""
         self._patch_dim = model.patch_dim if model.is_classifier else None
@@ -88,7 +94,7 @@ class UserDataset:
                 self.val(0)
         except JobError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _user_code_error(source, "reading its first sample", error) from error
 
     def train(self, index: int, epoch: int = 0) -> dict[str, np.ndarray]:
@@ -106,8 +112,9 @@ class UserDataset:
             number = operator.index(value)
         except TypeError:
             raise self._refuse(f"has {name} = {value!r}, which is not a whole number") from None
-        if number < least:
-            raise self._refuse(f"has {name} = {number}; it must be at least {least}")
+        if not least <= number <= MAX_LENGTH:
+            limit = f"at least {least}" if number < least else f"at most {MAX_LENGTH}"
+            raise self._refuse(f"has {name} = {number}; it must be {limit}")
         return number
 
     def _sample(self, read: Callable[[int], Any], name: str, index: int) -> dict[str, np.ndarray]:
@@ -176,6 +183,10 @@ class UserDataset:
         for key, needed in (("inputs", self._tokens), ("targets", self._classes)):
             if needed and not np.issubdtype(sample[key].dtype, np.integer):
                 raise self._refuse(f"gave {key} of {sample[key].dtype} for {where}; the model takes integers")
+        shapes = [list(sample[key].shape) for key in ("inputs", "targets", "valid")] if self._per_token else []
+        if shapes and (len(shapes[0]) != 1 or any(shape != shapes[0] for shape in shapes)):
+            raise self._refuse(f"gave inputs, targets and valid of shapes {shapes[0]}, {shapes[1]} and {shapes[2]} for "
+                               f"{where}; the model takes a row of tokens with one target each")  # fmt: skip
         if self._several:
             return
         if integers and sample["valid"].shape == targets.shape:

@@ -60,6 +60,8 @@ class StepFigures:
     norm: float
     taken: bool
     loss_scale: float
+    count: float = 1.0
+    """Valid targets."""
 
 
 class Guards:
@@ -86,6 +88,8 @@ class Guards:
         self.spikes, self.contention = SpikeDetector(), CpuContention()
         self.loader: Loader | None = None
         self.bad: list[StepFigures] = []
+        self.untrained = False
+        """Whether a step without a valid target was reported."""
         self.slack = 0.0
         """Seconds since the last step in which the host waited for the device."""
         self.agreed = state.step
@@ -152,6 +156,12 @@ class Guards:
         """Check a step from the figures of all ranks, and return them. May raise RollBack or end the run."""
         rows = self.table.rows(values)
         self._weights(step, rows)
+        if not step.count and not self.untrained:
+            self.untrained = True
+            why = (
+                f"step {step.number} had no valid target: all targets of its samples are masked, so nothing is learned"
+            )
+            self.faults.warn(f"{why}; correct the samples, of which -100 and valid=False mask targets")
         self._finite(step)
         if not self.bad and step.taken:
             self._spikes(step)

@@ -11,6 +11,7 @@ import importlib
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -119,6 +120,10 @@ def import_module(name: str, what: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise JobError(f"{what}: cannot import {name}: {error}") from error
+    except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"` may exit
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        kind = type(error).__name__
+        raise JobError(f"{what}: importing {name} raised {kind}: {error} ({at.filename}:{at.lineno})") from error
 
 
 MODULE_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -129,7 +134,4 @@ def import_extensions(names: Any) -> None:
     gave: names found in a checkpoint are never imported."""
     for name in names if isinstance(names, list | tuple) else ():
         if isinstance(name, str) and MODULE_NAME.fullmatch(name):
-            try:
-                import_module(name, f"extensions: {name}")
-            except ValueError as error:
-                raise JobError(f"extensions: {name}: {error}") from error
+            import_module(name, f"extensions: {name}")
