@@ -62,7 +62,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
                          "partial_rotary_factor": 0.75},
     ),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(
-        **{k: v for k, v in SIZES.items() if k != "num_key_value_heads"},
+        **{k: v for k, v in SIZES.items() if k != "num_key_value_heads"}, hidden_act="relu",
         rope_parameters={**ROPE, "rope_type": "default", "partial_rotary_factor": 0.5},
     ),
     "deepseek_v2": lambda: transformers.DeepseekV2Config(

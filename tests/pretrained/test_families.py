@@ -57,7 +57,7 @@ def test_logits_and_round_trip(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama with every option", "gemma3_text", "phi3 with longrope", "gpt_neox", "qwen2_moe"]
+    "name", ["llama with every option", "gemma3_text", "phi3 with longrope", "gpt_neox", "qwen2_moe", "deepseek_v2"]
 )
 def test_config_is_written_from_the_fields(name: str, tmp_path: Path) -> None:
     """A run whose original config is gone is exported with one that transformers reads to the same model."""

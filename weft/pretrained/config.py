@@ -9,7 +9,7 @@ from weft.job.errors import JobError
 from weft.job.model import FAMILIES
 from weft.job.registry import did_you_mean, listed
 from weft.job.schema import Model
-from weft.pretrained.config_fields import Config, Fields
+from weft.pretrained.config_fields import NULL_KEYS, Config, Fields
 from weft.pretrained.folder import CONFIG, TOKENIZER, find_folder, read_json, tensor_names
 from weft.pretrained.image_families import image_size
 from weft.pretrained.llama2c_tokenizer import converted_tokenizer
@@ -79,7 +79,7 @@ def _written(family: PretrainedFamily, model: Model) -> Fields | None:
     out: Fields = {"architectures": [family.architecture], "model_type": family.kind}
     for converter in family.converters:
         out |= converter.write(model)
-    out = {key: value for key, value in out.items() if value is not None}
+    out = {key: value for key, value in out.items() if value is not None or key in NULL_KEYS}
     try:
         fields = read_fields(out, CONFIG)[1]
     except JobError:

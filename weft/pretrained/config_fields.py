@@ -33,6 +33,9 @@ IGNORED_KEYS = frozenset((
 ))  # fmt: skip
 """Keys that do not change the logits of a model: token ids, dropout, defaults of generation, bookkeeping."""
 
+NULL_KEYS = frozenset(("q_lora_rank", "sliding_window"))
+"""Keys that are null in a model without the feature; left out, they have a default of the family."""
+
 
 class Config:
     """The keys of a config.json, of which converters take what they know."""

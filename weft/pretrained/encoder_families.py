@@ -59,7 +59,7 @@ _MASKED_HEAD: Names = {
 _LABEL_HEAD: Names = {"head.pooler.{p}": "bert.pooler.dense.{p}", "head.{p}": "classifier.{p}"}
 _KEYS = (
     *SIZES, Key("token_types", "type_vocab_size", 2), Key("norm_eps", "layer_norm_eps", 1e-12),
-    Choice("activation", "hidden_act", {"gelu": "gelu_exact", **PLAIN, "relu": "relu"}, "gelu"),
+    Choice("activation", "hidden_act", PLAIN, "gelu"),
     Only("position_embedding_type", ("absolute",)), Only("is_decoder", (False,)), Only("add_cross_attention", (False,)),
     Without((
         "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",

@@ -19,7 +19,10 @@ from weft.pretrained.registry import Fused
 
 Names = dict[str, str | Fused]
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
-PLAIN = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "gelu": "gelu_exact"}
+PLAIN = {
+    "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "gelu": "gelu_exact",
+    "quick_gelu": "quick_gelu", "relu": "relu", "silu": "silu", "swish": "silu",
+}  # fmt: skip
 
 SIZES: tuple[Converter, ...] = (
     SizeKey("dim", "hidden_size"), SizeKey("layers", "num_hidden_layers"), SizeKey("heads", "num_attention_heads"),
@@ -97,7 +100,7 @@ class LatentKeys:
 
     def read(self, config: Config) -> Fields:
         ranks = {"kv_rank": config.number("kv_lora_rank", 512), "v_dim": config.number("v_head_dim", 128)}
-        if (given := config.take("q_lora_rank")) is not None:
+        if (given := config.take("q_lora_rank", None if "q_lora_rank" in config.raw else 1536)) is not None:
             ranks["q_rank"] = given
         return {"latent": ranks}
 

@@ -64,9 +64,6 @@ VIT: Names = {
     "norm.{p}": "vit.layernorm.{p}",
     "head.{p}": "classifier.{p}",
 }
-_ACTIVATIONS = {
-    "gelu": "gelu_exact", **PLAIN, "relu": "relu", "silu": "silu", "swish": "silu", "quick_gelu": "quick_gelu",
-}  # fmt: skip
 
 IMAGE_FAMILIES = (
     PretrainedFamily(
@@ -75,7 +72,7 @@ IMAGE_FAMILIES = (
          SizeKey("heads", "num_attention_heads", 12), SizeKey("ffn", "intermediate_size", 3072),
          SizeKey("channels", "num_channels", 3), HeadWidth(), ImageSize(), Labels("vocab"),
          Key("norm_eps", "layer_norm_eps", 1e-12), Key("qkv_bias", "qkv_bias", True),
-         Choice("activation", "hidden_act", _ACTIVATIONS, "gelu"), Fixed({"class_token": True}),
+         Choice("activation", "hidden_act", PLAIN, "gelu"), Fixed({"class_token": True}),
          Without(("encoder_stride", "pooler_act", "pooler_output_size", "tie_word_embeddings"))),
         VIT, "vit.", ("*pooler.*", "*embeddings.mask_token"), also_reads=("ViTModel",), fresh=("head.*",),
     ),
