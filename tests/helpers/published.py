@@ -98,6 +98,8 @@ _VIT: dict[str, Any] = {
     **{k: SIZES[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")},
     "num_labels": 7,
 }  # fmt: skip
+_TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_TEXTS = {**_TOWER, "vocab_size": VOCAB, "max_position_embeddings": 12, "projection_dim": 24}
 ENCODERS: dict[str, tuple[str, Callable[[], Any]]] = {
     "bert": ("BertForMaskedLM", lambda: transformers.BertConfig(**_BERT)),
     "bert without head": ("BertModel", lambda: transformers.BertConfig(**_BERT, hidden_act="relu")),
@@ -119,6 +121,21 @@ ENCODERS: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "vit without head": (
         "ViTModel", lambda: transformers.ViTConfig(**_VIT, image_size=14, patch_size=3, hidden_act="silu"),
+    ),
+    "clip": (
+        "CLIPModel", lambda: transformers.CLIPConfig(
+            text_config={**_TEXTS, "eos_token_id": 2}, vision_config={**_TOWER, "image_size": 12, "patch_size": 4},
+            projection_dim=24,
+        ),
+    ),
+    "clip with odd sizes": (
+        "CLIPModel", lambda: transformers.CLIPConfig(
+            text_config={**_TEXTS, "hidden_size": 30, "num_attention_heads": 5, "num_hidden_layers": 3,
+                         "eos_token_id": 7, "hidden_act": "gelu", "layer_norm_eps": 1e-3},
+            vision_config={**_TOWER, "image_size": 17, "patch_size": 5, "num_channels": 2, "hidden_act": "gelu",
+                           "layer_norm_eps": 1e-3, "num_hidden_layers": 1},
+            projection_dim=10, logit_scale_init_value=5.0,
+        ),
     ),
 }  # fmt: skip
 """The class of transformers and the config of models that are no decoders."""

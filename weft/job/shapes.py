@@ -126,7 +126,7 @@ def _with_pretrained(job: Job, name: str) -> Job:
     if "tokenizer" not in data.model_fields_set:
         tokenizer = find_object("weft.pretrained.config:tokenizer_path", "model.pretrained")(name)
         data = data.model_copy(update={"tokenizer": tokenizer or data.tokenizer})
-    if model.is_classifier and "seq_len" not in data.model_fields_set:
+    if (model.is_classifier or model.towers) and "seq_len" not in data.model_fields_set:
         data = data.model_copy(update={"seq_len": model.max_len})
     return job.model_copy(update={"model": model, "data": data})
 

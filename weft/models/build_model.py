@@ -31,6 +31,12 @@ def build_model(model: Model, seed: int = 0) -> nn.Module:
     return module
 
 
+def meta_model(model: Model) -> nn.Module:
+    """The model of a job with the shapes of its parameters and no memory for them."""
+    with torch.device("meta"):
+        return build_model(model)
+
+
 def loss_sum(
     module: nn.Module, batch: dict[str, Tensor], model: Model, *, seed: int = 0, smoothing: float = 0.0,
     dtype: torch.dtype = torch.float32, hidden: Any = None, tasks: TaskLosses | None = None,

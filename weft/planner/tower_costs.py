@@ -74,7 +74,7 @@ def tower_parameters(job: Job, name: str) -> int:
     """The parameters of a tower (models/vision/clip.py)."""
     shape, args = job.model.towers[name], job.model.args  # type: ignore[index]
     dim, ffn = shape.dim, shape.width
-    block = 4 * dim * dim + 3 * dim + 2 * dim * ffn + ffn + dim + 4 * dim
+    block = 4 * dim * dim + 4 * dim + 2 * dim * ffn + ffn + dim + 4 * dim
     total = shape.layers * block + 2 * dim + dim * int(args["dim"])
     if name == "text":
         return total + dim * (int(args["vocab"]) + int(args["context"]))

@@ -104,6 +104,7 @@ def described(model: Model) -> Fields:
         "renormalize": e.top_k > 1 if e.renormalize is None else e.renormalize,
         "bias": e.balance == "bias",
     }
+    towers = {n: {**t.model_dump(), "ffn": t.width} for n, t in model.towers.items()}
     layers = model.layers or 0
     windowed = tuple(i for i in range(layers) if model.has_window(i))
     return {
@@ -113,7 +114,8 @@ def described(model: Model) -> Fields:
         **{n: getattr(model, n) for n in ("position_limit", "head_scale")},
         **({"patch": model.patch or 4, "channels": model.channels or 3} if model.is_classifier else {}),
         "class_token": bool(model.class_token),
-        "image": model.class_token and image_size(model),
+        "image": model.image if towers else model.class_token and image_size(model),
+        "towers": towers,
         "kv_heads": model.kv_heads or model.heads,
         "head_dim": model.head_dim or (model.dim or 0) // (model.heads or 1),
         "norm_at": model.norm_at or "input",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weft.pretrained.clip_family import CLIP_FAMILY
 from weft.pretrained.config_fields import (
     Choice,
     Config,
@@ -203,5 +204,6 @@ for entry in (
     ),
     *ENCODER_FAMILIES,
     *IMAGE_FAMILIES,
+    CLIP_FAMILY,
 ):  # fmt: skip
     PRETRAINED.register(entry)

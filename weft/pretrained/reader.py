@@ -16,7 +16,7 @@ from weft.comm.agreement import error_text
 from weft.comm.shards import local_of, shard_of
 from weft.job.errors import JobError
 from weft.job.schema import Model
-from weft.models.build_model import build_model
+from weft.models.build_model import build_model, meta_model
 from weft.models.init import initialise
 from weft.planner.model.counts import count_parameters
 from weft.pretrained.config import read_fields
@@ -118,7 +118,7 @@ class PretrainedWeights:
         self.mxfp4 = quantization.get("quant_method") == "mxfp4"
         self.files: WeightFiles = weight_files(self.folder)
         self._check_size()
-        module = build_model(self.model)
+        module = meta_model(self.model)
         self.shapes: dict[str, Shape] = named_shapes(self.family, module)
         self.buffers = {n for n, _ in module.named_buffers()}
         self.tensors: list[FileTensor] = file_tensors(self.family, model, self.shapes.items())
@@ -310,8 +310,9 @@ def _head_name(names: Mapping[str, Any]) -> str:
 
 def from_hf(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A published checkpoint as a module of one process: tokens [batch, seq] → logits [batch, seq, vocab], or
-    [batch, labels] for sequence classification; of a ViT, images [batch, colours, height, width] → [batch, labels]. An
-    encoder also takes `types`, and `features=True` gives its last hidden states.
+    [batch, labels] for sequence classification; of a ViT, images [batch, colours, height, width] → [batch, labels]. Of
+    CLIP, `logits(images, tokens)` gives [images, texts], and a call the vectors of both. An encoder also takes `types`,
+    and `features=True` gives its last hidden states.
 
     `name` is a folder in the format of Hugging Face, or a name in the local hub cache.
     """
@@ -319,7 +320,7 @@ def from_hf(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     from weft.job.shapes import resolve
 
     job = resolve(parse_job({"model": {"pretrained": str(name)}, "data": {"source": "synthetic", "seq_len": 1}}))
-    weights, module = PretrainedWeights(str(name), job.model), build_model(job.model)
+    weights, module = PretrainedWeights(str(name), job.model), meta_model(job.model)
     values: dict[int, nn.Parameter] = {}
     for path, param in list(module.named_parameters(remove_duplicate=False)):
         if id(param) not in values:

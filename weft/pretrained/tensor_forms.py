@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import isqrt
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +104,9 @@ def _join_interleaved(parts: Sequence[Tensor], m: Model) -> Tensor:
 
 
 def _join_patches(parts: Sequence[Tensor], m: Model) -> Tensor:
-    return parts[0].unflatten(1, (m.channels or 3, m.patch or 4, m.patch or 4))
+    channels = m.channels or 3
+    side = isqrt(parts[0].shape[1] // channels)
+    return parts[0].unflatten(1, (channels, side, side))
 
 
 FORMS: dict[str, Form] = {
@@ -113,6 +116,8 @@ FORMS: dict[str, Form] = {
     "patches": Form(lambda t, shapes, m: [t.flatten(1)], _join_patches),
     "one token": Form(lambda t, shapes, m: [t[0, 0]], lambda parts, m: parts[0][None, None]),
     "one batch": Form(lambda t, shapes, m: [t[0]], lambda parts, m: parts[0][None]),
+    "one row": Form(lambda t, shapes, m: [t[None]], lambda parts, m: parts[0][0]),
+    "one number": Form(lambda t, shapes, m: [t.reshape(1)], lambda parts, m: parts[0].reshape(())),
     "heads": Form(_by_head, _join_heads),
     "paired heads": Form(_paired_heads, _join_paired_heads),
     "grouped heads": Form(_grouped_heads, _join_grouped_heads),
@@ -122,7 +127,8 @@ FORMS: dict[str, Form] = {
     "latent keys": Form(_latent_keys, _join_latent_keys),
 }
 """same: as it is. rows: one after the other. columns: the same, transposed (GPT-2). patches: a
-convolution of patches. one token, one batch: with dims of size 1 before (ViT). heads: one after the other in each
+convolution of patches. one token, one batch: with dims of size 1 before (ViT). one row, one number: without a dim of
+size 1 (CLIP). heads: one after the other in each
 head (GPT-NeoX). paired heads: rotary pairs of a head side by side (torchtitan). grouped heads: for each key head its
 queries, key and value (Megatron). expert columns: matrices of all experts, transposed. interleaved experts: with the
 outputs of several layers in turn (gpt-oss). latent queries, latent keys: the rotary part of a head last and in pairs
@@ -152,7 +158,7 @@ class FileTensor:
         return tuple(self.form.join(made, model).shape)
 
 
-_BLOCK_NAME = re.compile(r"blocks\.(encoder|decoder|)(\d+)\.(.+)")
+_BLOCK_NAME = re.compile(r"(|image\.|text\.)blocks\.(encoder|decoder|)(\d+)\.(.+)")
 
 
 def named_shapes(family: PretrainedFamily, module: nn.Module) -> dict[str, Shape]:
@@ -184,7 +190,7 @@ def _lookup(family: PretrainedFamily, name: str) -> Fused:
 
 def _find(family: PretrainedFamily, name: str) -> Fused | None:
     match = _BLOCK_NAME.fullmatch(name)
-    key, block = (f"blocks.{match[1]}{{i}}.{match[3]}", match[2]) if match else (name, "")
+    key, block = (f"{match[1]}blocks.{match[2]}{{i}}.{match[4]}", match[3]) if match else (name, "")
     owner, _, leaf = key.rpartition(".")
     there = family.names.get(key) or family.names.get(f"{owner}.{{p}}")
     if there is None:

@@ -17,13 +17,15 @@ from weft.data.dataset import open_tokenizer
 from weft.data.store import is_store
 from weft.job.errors import JobError, MachineError, check_output_file
 from weft.job.load import parse_job, read_job
+from weft.job.model import FAMILIES
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.job.shapes import first_source
 from weft.job.store_path import explain
-from weft.models.build_model import build_model
+from weft.models.build_model import build_model, meta_model
 from weft.planner.model.counts import count_parameters
 from weft.pretrained.adapters import base_model, merged, write_adapters
+from weft.pretrained.clip_family import with_sizes
 from weft.pretrained.folder import CONFIG, SIDE_FOLDER, TOKENIZER, existing_folder, read_json
 from weft.pretrained.writer import save_tensors, write_checkpoint_folder, write_shards
 from weft.training.interchange.foreign_export import MOMENTS, WRITERS, ExportedModel, write_foreign
@@ -84,7 +86,8 @@ def saved_job(found: SavedCheckpoint, own: Job | None = None, trust_module: bool
         raise JobError(f"{found.path} has no job in its metadata; use a checkpoint of `weft train`")
     job = parse_job(raw)
     module = job.model.module
-    if module and not trust_module and (own is None or own.model.module != module):
+    weft_module = FAMILIES[job.model.family].build if job.model.family else None
+    if module not in (None, weft_module) and not trust_module and (own is None or own.model.module != module):
         raise JobError(
             f"{found.path} names the module {module!r}, and the run's job.yaml does not: code is imported only from "
             "your own job; --trust-module imports it"
@@ -141,10 +144,12 @@ def export_run(run: RunDir, found: SavedCheckpoint, to: str, out: Path, options:
         return export_file(found, to, out, options)
     _check_folder(out)
     job = saved_job(found)
-    written = job.model.takes_tokens or job.model.is_classifier if to == "hf" else job.model.is_decoder
-    if job.model.module or not written:
+    model = job.model
+    own = bool(model.module) and not (to == "hf" and model.towers)
+    written = model.takes_tokens or model.is_classifier or model.towers if to == "hf" else model.is_decoder
+    if own or not written:
         what = job.model.module or f"model.family={job.model.family}"
-        kinds = "language models and vit" if to == "hf" else "language models"
+        kinds = "language models, vit and clip" if to == "hf" else "language models"
         raise JobError(f"--to {to} writes {kinds}, and this run trains {what}; --to safetensors would work")
     if to in WRITERS:
         return _export_foreign(run, job, found, to, out, options)
@@ -210,12 +215,14 @@ def _export_hf(run: RunDir, job: Job, found: SavedCheckpoint, out: Path, options
     tokenizer = tokenizer_file(job)
     tensors, lora, model = _Tensors(found, options.ema), job.model.lora, base_model(job.model)
     held = set(tensors.prefixes)
+    if model.towers:
+        model = with_sizes(model, open_tokenizer(job.data).eos)
 
     def load(names: list[str]) -> dict[str, Tensor]:
         return {n: tensors.load(n) if lora is None else merged(n, lora, tensors.load, held) for n in names}
 
     return write_checkpoint_folder(
-        out, model, build_model(model), load, dtype=options.dtype,
+        out, model, meta_model(model), load, dtype=options.dtype,
         shard_bytes=options.shard_bytes or SHARD_BYTES, original=_original(job),
         side_files=source or run.path / SIDE_FOLDER,
         tokenizer=tokenizer, eos=open_tokenizer(job.data).eos if tokenizer else None,

@@ -39,7 +39,7 @@ def initial_weights(job: Job, run: RunDir, mesh: Mesh, *, at_start: bool = True)
 def published_weights(job: Job) -> InitialWeights | None:
     """What fills the weights from model.pretrained, if it is set."""
     name = job.model.pretrained
-    if name is None or job.model.module:
+    if name is None:
         return None
     return lambda params, buffers: PretrainedWeights(name, job.model).fill(params | buffers)
 

@@ -25,6 +25,10 @@ class TowerShape(Section):
     patch: int = Field(16, ge=1, le=4096)
     """Side of an image patch in pixels (image)."""
 
+    end: int | Literal["largest"] | None = None
+    """Token whose vector is a text's: the first of this number, or of the largest number in the text (text). Default:
+    that of the last position."""
+
     @property
     def width(self) -> int:
         """Hidden width of the feed-forward layer."""

@@ -23,7 +23,11 @@ def clip_args(model: Model, data: Data) -> dict[str, Any]:
     if missing:
         raise JobError(f"model.towers has no tower {missing[0]}, and clip needs image and text; add {missing[0]}: "
                        "{dim: 512, layers: 12, heads: 8}")  # fmt: skip
-    side = image_side(data)
+    side = model.image[0] if model.image else image_side(data)
+    if model.image and data.images and data.images.size not in (None, side):
+        raise JobError(
+            f"data.images.size={data.images.size} differs from model.image={side}x{side}; leave data.images.size out"
+        )
     for name, tower in model.towers.items():
         if tower.dim % tower.heads:
             raise JobError(
@@ -31,7 +35,7 @@ def clip_args(model: Model, data: Data) -> dict[str, Any]:
                 f"heads={max(h for h in range(1, tower.heads + 1) if tower.dim % h == 0)} would work"
             )
     patch = model.towers["image"].patch
-    if side % patch:
+    if side < patch or (side % patch and not model.image):
         raise JobError(
             f"data.images.size={side} is not a multiple of model.towers.image.patch={patch}; "
             f"size={max(side // patch, 1) * patch} would work"
@@ -43,5 +47,5 @@ def clip_args(model: Model, data: Data) -> dict[str, Any]:
     return {
         "image": shapes["image"], "text": shapes["text"], "dim": model.dim, "side": side, "patch": patch,
         "channels": channels, "vocab": model.vocab or data_vocab(data) or 256, "context": model.max_len or data.seq_len,
-        "activation": model.activation,
+        "activation": model.activation, "eps": model.norm_eps or 1e-5, "end": model.towers["text"].end,
     }  # fmt: skip
