@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from weft.memory.recompute_internals import selective_contexts
 
@@ -68,7 +68,9 @@ def recompute(block: nn.Module, option: str = "full", functions: bool = False) -
     context: dict[str, Any] = {}
     if option == "selective":
         context["context_fn"] = partial(selective_contexts, selective_policy)
-    compiled = {"context_fn": partial(selective_contexts, recompute_all)} if functions and not context else context
+    compiled = dict(context)
+    if functions and not context:
+        compiled["context_fn"] = partial(create_selective_checkpoint_contexts, recompute_all)
 
     def again(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

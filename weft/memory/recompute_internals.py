@@ -15,7 +15,7 @@ class _SavedOnly(_CachedTorchDispatchMode):
     (experts have some) run others in the recompute. Here only operators with saved outputs are matched."""
 
     def __init__(self, policy: Policy, storage: Any) -> None:
-        super().__init__(policy, storage)
+        super().__init__(policy, storage, allow_cache_entry_mutation=False)  # without a default before torch 2.12
         self.policy = policy
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
