@@ -10,7 +10,7 @@ from helpers.command import Started, run_of, write_job
 
 from weft.job.errors import Exit
 from weft.job.run_folder import RunDir
-from weft.supervisor.failure_report import explain_failure
+from weft.supervisor.failure_report import explain_failure, read_failure, remove_failures, write_failure
 from weft.supervisor.stop_signals import KILL_AFTER_INTERRUPTS
 
 
@@ -50,3 +50,21 @@ def test_unreadable_failure_record_is_ignored(tmp_path: Path, left: str | None) 
     result.clear()
     assert explain_failure(run, [-signal.SIGKILL], 0, [], result.append) == Exit.DIFFERS
     assert result[0].startswith("rank 0 was killed by SIGKILL; if nobody sent it, memory may have run out")
+
+
+def test_failure_record_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of the log folder cannot be written: the supervisor finds the record in the memory folder."""
+    run, lines = RunDir(tmp_path / "run"), list[str]()
+    run.path.mkdir()
+    (tmp_path / "memory").mkdir()
+    cause = {
+        "rank": 1, "position": "dp_shard1", "time": 1.0, "kind": "MachineError", "message": "No space left on device",
+        "where": "", "expected": True, "echo": False, "machine": False, "code": int(Exit.MACHINE),
+    }  # fmt: skip
+    write_failure(run, 1, cause)  # not supervised: nothing can be done
+    monkeypatch.setenv("WEFT_MEMORY", str(tmp_path / "memory"))
+    write_failure(run, 1, cause)
+    assert explain_failure(run, [0, 4], 1, [], lines.append) == Exit.MACHINE
+    assert "No space left on device" in lines[-1]
+    remove_failures(run)
+    assert read_failure(run.logs / "failure-1.json") is None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from weft.job.errors import Exit
 from weft.job.run_folder import RunDir
-from weft.supervisor.failure_report import explain_failure
+from weft.supervisor.failure_report import explain_failure, remove_failures
 from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER
 from weft.supervisor.run_lock import RunLock
 from weft.supervisor.stop_signals import SignalForwarder, signals_blocked
@@ -40,8 +40,7 @@ class RoleProcess:
 
 def launch_server_run(run: RunDir, servers: int, workers: int, lock: RunLock, log: Callable[[str], None]) -> int:
     """Start the processes of the run in this folder and wait for the chief. Returns the exit code."""
-    for old in run.logs.glob("failure-*.json"):
-        old.unlink()
+    remove_failures(run)
     run.logs.mkdir(parents=True, exist_ok=True)
     with SignalForwarder() as signals:
         roles = ["chief", *["server"] * (servers - 1), *["worker"] * workers]

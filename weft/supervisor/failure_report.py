@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 from weft.job.errors import Exit
 from weft.job.run_folder import RunDir
+from weft.supervisor.memory_folder import write_file
 from weft.watch.journal import Journal
 from weft.watch.run_tail import LineTail
 
@@ -21,7 +24,8 @@ def explain_failure(run: RunDir, codes: list[int], first: int, silent: list[int]
 
     `silent` are the ranks that the launcher killed because they did not exit.
     """
-    causes = [cause for p in run.logs.glob("failure-*.json") if (cause := read_failure(p))]
+    names = sorted({path.name for path in _records(run.logs)})
+    causes = [cause for name in names if (cause := read_failure(run.logs / name))]
     silent = [i for i in silent if not has_failure_record(run, i)]
     killed = [i for i, c in enumerate(codes) if c < 0 and not has_failure_record(run, i)]
     first_hand = sorted((c for c in causes if not c["echo"]), key=lambda c: c["time"])
@@ -83,13 +87,39 @@ def _explain_silent(run: RunDir, waiter: dict[str, Any], silent: list[int], log:
     return int(Exit.HANG)
 
 
-def read_failure(path: Path) -> dict[str, Any] | None:
-    """A rank's failure record; None if it is missing or unreadable."""
+def write_failure(run: RunDir, rank: int, cause: dict[str, Any]) -> None:
+    """Write a rank's failure record, into the memory folder of a supervised run if the disk accepts none."""
+    path, text = run.logs / f"failure-{rank}.json", json.dumps(cause)
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
-    except (OSError, ValueError):
-        return None
+        path.write_text(text, encoding="utf-8")
+    except OSError:
+        for folder in _memory_folder():
+            with contextlib.suppress(OSError):
+                write_file(folder / path.name, text)
+
+
+def read_failure(path: Path) -> dict[str, Any] | None:
+    """A rank's failure record by its path in the logs; None if it is missing or unreadable."""
+    for file in (path, *(folder / path.name for folder in _memory_folder())):
+        with contextlib.suppress(OSError, ValueError):
+            found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            return found
+    return None
+
+
+def remove_failures(run: RunDir) -> None:
+    """Remove the failure records of an earlier attempt."""
+    for path in _records(run.logs):
+        path.unlink(missing_ok=True)
+
+
+def _records(logs: Path) -> list[Path]:
+    return [path for folder in (logs, *_memory_folder()) for path in folder.glob("failure-*.json")]
+
+
+def _memory_folder() -> list[Path]:
+    """The memory folder of the supervised run that this process belongs to."""
+    return [Path(os.environ["WEFT_MEMORY"])] if "WEFT_MEMORY" in os.environ else []
 
 
 def _rank_name(cause: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from typing import BinaryIO
 from weft.hardware.network import use_loopback
 from weft.job.errors import Exit
 from weft.job.run_folder import RunDir
-from weft.supervisor.failure_report import explain_failure
+from weft.supervisor.failure_report import explain_failure, remove_failures
 from weft.supervisor.memory_folder import memory_folder
 from weft.supervisor.run_lock import RunLock
 from weft.supervisor.stop_signals import SignalForwarder
@@ -70,8 +70,7 @@ def rank_processes(
 ) -> Iterator[RankProcesses]:  # fmt: skip
     """The ranks of a run, started. They are killed at the end of the context if they still run. What they print goes to
     the terminal, or is appended to `output`."""
-    for old in run.logs.glob("failure-*.json"):
-        old.unlink()
+    remove_failures(run)
     run.logs.mkdir(parents=True, exist_ok=True)
     with memory_folder(log) as folder, output.open("ab") if output else nullcontext() as file:
         ranks = RankProcesses(run, lock, signals, log)

@@ -17,6 +17,7 @@ from pathlib import Path
 from weft.hardware.network import use_loopback
 from weft.job.errors import MachineError
 from weft.job.run_folder import RunDir
+from weft.supervisor.failure_report import remove_failures
 from weft.supervisor.fork_server import ForkedProcess, ForkServer, as_subreaper
 from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER, rank_module
 from weft.supervisor.memory_folder import memory_folder
@@ -24,6 +25,7 @@ from weft.supervisor.run_lock import RunLock
 from weft.supervisor.status_board import PHASES, StatusBoard
 from weft.supervisor.stop_signals import SignalForwarder, signals_blocked
 from weft.supervisor.wakeup import wake_on_signals
+from weft.watch.journal import Journal
 
 POLL_S = 1.0
 """Poll interval when nothing wakes the manager."""
@@ -44,8 +46,7 @@ def run_supervised(
     node: str = "",
 ) -> int:
     """Train the run in this folder under a supervisor. Returns the exit code."""
-    for old in run.logs.glob("failure-*.json"):
-        old.unlink()
+    remove_failures(run)
     run.logs.mkdir(parents=True, exist_ok=True)
     with memory_folder(log) as folder:
         try:
@@ -140,6 +141,13 @@ class ProcessManager:
                 raise MachineError(
                     f"the supervisor of {self.run.path} exits as soon as it is started; its error is above"
                 )
+            if number := self.board["published"]:  # the next one has to import its modules before it can
+                step = max(record.step for record in self.board.records())
+                with Journal(self.run) as journal:
+                    journal.event(
+                        "fault", fault="supervisor", rank=None, position="", attempt=number, detected_after_s=None,
+                        step=step, why="the supervisor was killed and is replaced",
+                    )  # fmt: skip
             self._start_supervisor()
         for slot, pid in self.fork_server.new_processes() if self.fork_server is not None else ():
             self.board.put(slot, "pid", pid)

@@ -19,7 +19,7 @@ from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.attempt import Attempt, read_attempt, write_attempt
 from weft.supervisor.diagnosis import FaultReport
-from weft.supervisor.failure_report import explain_failure, read_failure
+from weft.supervisor.failure_report import explain_failure, read_failure, remove_failures
 from weft.supervisor.hang_detection import HangDetector, first_steps_timeout_s
 from weft.supervisor.local_ranks import CLEAN_EXITS, GRACE_S, die_with_parent
 from weft.supervisor.memory_folder import write_file
@@ -257,8 +257,7 @@ class Supervisor:
                 "how": how or ("spare" if moved else "regroup"),
                 "since": self.since,
             }
-        for old in self.run.logs.glob("failure-*.json"):
-            old.unlink(missing_ok=True)
+        remove_failures(self.run)
         for slot in ranks.values():
             if self.board.record(slot).phase == "gone":
                 self.board.put(slot, "want", 1)
@@ -276,17 +275,12 @@ class Supervisor:
         self.hangs.new_attempt()
 
     def adopt(self, number: int) -> None:
-        """Take over from a killed supervisor; the ranks are not affected."""
+        """Take over from a killed supervisor, of which the manager has written the fault; ranks are not affected."""
         self.attempt = read_attempt(self.folder, number)
         self.hangs.timeout_factor = timeout_factor(self.attempt.idle)
-        records = self.board.records()
         self.journal.event(
-            "fault", fault="supervisor", rank=None, position="", attempt=number, detected_after_s=None,
-            step=max(r.step for r in records), why="the supervisor was killed and replaced",
-        )  # fmt: skip
-        self.journal.event(
-            "recovered", fault="supervisor", how="regroup", step=max(r.step for r in records) + 1, steps_lost=0,
-            attempt=number, seconds=0.0,
+            "recovered", fault="supervisor", how="regroup", step=max(r.step for r in self.board.records()) + 1,
+            steps_lost=0, attempt=number, seconds=0.0,
         )  # fmt: skip
         log("the supervisor was killed and replaced; no step is lost")
 

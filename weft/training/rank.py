@@ -24,6 +24,7 @@ from weft.job.load import load_job
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
+from weft.supervisor.failure_report import write_failure
 from weft.supervisor.process_name import set_process_name
 from weft.training.signals import Signals
 
@@ -154,8 +155,7 @@ def record_failure(run: RunDir, rank: int, position: str, error: BaseException, 
         "code": exit_code(error),
     }
     smaller_plan = shrink(run, plan, error, rank, position) if is_oom(error) else None
-    with contextlib.suppress(OSError):
-        (run.logs / f"failure-{rank}.json").write_text(json.dumps(cause), encoding="utf-8")
+    write_failure(run, rank, cause)
     return smaller_plan
 
 
