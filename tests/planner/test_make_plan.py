@@ -212,3 +212,10 @@ def test_bf16_runs_at_the_speed_of_fp32_where_a_device_lacks_it(device: str) -> 
     assert 0.75 < seconds["bf16"] / seconds["fp32"] <= 1  # 16 bits still move fewer bytes
     late = job | {"train": {"global_batch": 64, "sync": "predict"}}  # not with fp16
     assert make_plan(parse_job(late))[1].precision == "bf16"
+
+
+@pytest.mark.parametrize("memory", [{"states": "8bit"}, {"offload": "states"}])
+def test_states_of_modules_are_planned_without_their_sizes(memory: dict[str, Any]) -> None:
+    job = {"model": "resnet-18", "data": {"source": "synthetic", "images": {"size": 32}}, "memory": memory}
+    plan = make_plan(parse_job(job))[1]
+    assert plan.tiered and not plan.homes and not plan.predicted

@@ -95,6 +95,12 @@ class Calibration:
     stream: float = 4.0
     """Values per token and model dimension that the norms and residuals of a block keep; tp does not cut them. Fused
     norms keep 4 in all, norms made of several fp32 operators more."""
+    gathered_inputs: float = 0.0
+    """1 where products keep their inputs as tp has gathered them (DTensor), rather than each rank's part of the
+    sequence."""
+    accumulates_whole: float = 0.0
+    """1 where ZeRO 3 reduces gradients after the last of several microbatches: until then whole gradients are kept and
+    weights stay gathered (FSDP's no_sync)."""
     logits: float = 10.0
     """Bytes for each logit at the loss (bf16 logits, fp32 copy and its gradient)."""
     logits_whole: float = 0.0

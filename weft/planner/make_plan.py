@@ -221,7 +221,7 @@ def complete_plan(
         size, reason = bucket_mb(job, plan, start.device)
         plan = replace(plan, bucket_mb=size)
         reasons += [reason] if reason else []
-    if plan.tiered:
+    if plan.tiered and not job.model.module:
         limit = (estimator or make_estimator(job, plan, start.world, start.device, start.memory_gib)).limit_gib
         plan = place_states(job, plan, limit, start.spare, reasons)
     plan = with_tower_costs(job, with_tables(job, plan, start.memory_gib), start.device, start.memory_gib)

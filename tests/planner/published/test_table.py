@@ -335,6 +335,20 @@ def test_what_a_row_describes_changes_its_memory(tmp_path: Path) -> None:
     assert held[0] <= held[1] < held[2]
 
 
+def test_fsdp_with_several_microbatches_and_tp(tmp_path: Path) -> None:
+    """Until gradients are reduced, whole gradients and weights stay; what tp gathers is not cut; and torchtitan has as
+    many microbatches as pipeline ranks and a loss that tp cuts."""
+    path, one = tmp_path / "f.csv", {"source": "a paper", "fsdp_or_zero": "FSDP2", "recompute": "full"}
+    few, many = (memory_of(path, **one, global_batch_seqs=n * 64, micro_batch=1) for n in (1, 4))
+    assert many - few == pytest.approx(8.03e9 * (2 + 4) / 2**30, rel=0.15)
+    split = {**one, "tp": 8, "dp": 8, "sp": 1, "micro_batch": 8, "global_batch_seqs": 64}
+    plain, cut = memory_of(path, **split), memory_of(path, **{**split, "source": "torchtitan"})
+    assert cut < plain
+    piped = {**one, "pp": 4, "dp": 16, "micro_batch": "", "global_batch_seqs": 256}
+    [row], _ = read_table(table(path, piped))
+    assert (row.layout["microbatch"], row.layout["accumulation"]) == (4, 4)
+
+
 def test_memory_is_in_the_unit_of_its_table(tmp_path: Path) -> None:
     basis = "torchtune: GiB peak active; LitGPT: GB torch max_memory_allocated"
     for name, gib in (("torchtune README", 10.0), ("LitGPT tables", 10e9 / 2**30)):

@@ -63,10 +63,11 @@ def stage_memory(model: ModelFacts, layouts: Layouts, cal: Calibration, index: S
     fp32 = layouts.precision == 0
     compute = np.where(fp32, 4.0, cal.parameter_bytes)
     master = np.where(fp32, 0.0, cal.master_bytes)
-    shard = np.where(layouts.zero > 0, layouts.dp_shard * layouts.cp, 1)
+    zero = np.where((layouts.zero == 3) & (layouts.accumulation > 1) & (cal.accumulates_whole > 0), 1, layouts.zero)
+    shard = np.where(zero > 0, layouts.dp_shard * layouts.cp, 1)
     expert_shard = np.maximum(shard * layouts.tp / layouts.ep / expert_tp(layouts, cal), 1)
     trained = np.where(np.asarray(model.frozen) > 0, ADAPTER_SHARE, 1.0)
-    z3, z2 = layouts.zero == 3, layouts.zero >= 2
+    z3, z2 = zero == 3, zero >= 2
 
     def cut(bytes_each: Size, when: Size) -> Size:
         return shared * bytes_each / np.where(when, shard, 1) + experts * bytes_each / np.where(when, expert_shard, 1)
@@ -81,7 +82,7 @@ def stage_memory(model: ModelFacts, layouts: Layouts, cal: Calibration, index: S
     offloaded = layouts.offload == OFFLOADS.index("optimizer")
     # with the optimizer, sharded gradients go to the host as soon as they are reduced (ZeRO-Offload)
     gradients = cut(cal.gradient_bytes, z2) * trained * np.where(offloaded & z2, 0.0, 1.0)
-    optimizer = cut((master + cal.moment_bytes) * trained, layouts.zero > 0) * np.where(offloaded, 0.0, 1.0)
+    optimizer = cut((master + cal.moment_bytes) * trained, zero > 0) * np.where(offloaded, 0.0, 1.0)
     ends = np.where(layouts.pp > 1, 0, model.embedding)
     live = 2 * np.maximum(model.block_shared + model.block_experts / layouts.ep, ends) / layouts.tp
     if cal.gather_limit:
@@ -124,7 +125,9 @@ def activation_bytes(model: ModelFacts, layouts: Layouts, cal: Calibration, laye
     share = model.moe_layers / model.layers
     q = model.heads * (model.head_dim + model.rope_dim)
     kv = np.where(np.asarray(model.kv_rank) > 0, model.heads, model.kv_heads) * model.head_dim
-    whole = np.where(np.asarray(model.norm_rows) > 0, cal.stream, 0.0) * model.dim
+    whole = np.where(np.asarray(model.norm_rows) > 0, cal.stream, 0.0) * model.dim / cut
+    # the inputs of the first products of attention and of the feed-forward layer
+    gathered = cal.gathered_inputs * np.where(layouts.sequence, 2 * model.dim * (1 - 1 / tp), 0.0)
     hidden = (1 - share) * model.ffn + share * (model.top_k + 0.0) * model.moe_ffn + share * model.shared_ffn
     routed = share * model.top_k * 2 * model.dim / tp
     # a product with a frozen matrix does not keep its input; some adapters keep the output of every product
@@ -133,8 +136,8 @@ def activation_bytes(model: ModelFacts, layouts: Layouts, cal: Calibration, laye
     outputs = model.kept_outputs * (q + 2 * kv + 2 * model.dim + model.gates * hidden)
     inner = (2 * q + 2 * kv + wide + outputs) / tp
     scores = 0.0 if cal.fused > 0 else 5.0 / 2 * model.heads / tp * model.seq_len
-    block = size * tokens * (whole / cut + inner + routed)
-    with_scores = block + size * tokens * scores
+    block = size * tokens * (whole + inner + routed)
+    with_scores = block + size * tokens * (scores + gathered)
     entry = size * tokens * model.dim / cut
     # full recompute keeps each block's input, and one block's whole while it is computed again
     again = np.where(
@@ -148,6 +151,7 @@ def activation_bytes(model: ModelFacts, layouts: Layouts, cal: Calibration, laye
     ]
     held = np.choose(layouts.recompute, [np.asarray(k, float) + 0 * tp for k in kept])
     working = np.where(layouts.recompute == RECOMPUTES.index("full"), with_scores, 0.0) + 2 * entry
+    working = working + size * tokens * gathered  # their gradients
     parked = layouts.offload == OFFLOADS.index("activations")
     held = np.where(parked, 2 * block, held)
     if cal.host_checkpoints:

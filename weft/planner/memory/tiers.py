@@ -194,8 +194,6 @@ def _piece_bytes(job: Job, split: bool, world: int) -> float:
 
 def place_states(job: Job, plan: Plan, limit_gib: float, spare: bool, reasons: list[str]) -> Plan:
     """The plan with the homes of its states. With `spare` they stay on the device as far as they fit."""
-    if job.model.module:
-        return replace(plan, homes=())
     layouts = Layouts.one(plan)
     none = replace(plan, host_share=0.0, disk_share=0.0, stream_gib=0.0, weight_share=0.0, gradient_home="device")
     engine = EngineMemory(job, none)

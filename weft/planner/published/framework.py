@@ -19,12 +19,12 @@ def device_name(row: PublishedRun) -> str:
 
 @dataclass(frozen=True)
 class Framework:
-    """A framework's calibration, with variants by device, precision, attention kernel and words of the notes."""
+    """A framework's calibration, with variants by device, precision, attention kernel, source and words of notes."""
 
     name: str
     base: Calibration
     variants: dict[str, dict[str, float]]
-    """Changes under keys such as `gpu:h100`, `precision:bf16`, `kernel:torch` or `notes:eager`."""
+    """Changes under keys such as `gpu:h100`, `precision:bf16`, `kernel:torch`, `source:torchtitan` or `notes:eager`."""
 
     def of(self, row: PublishedRun) -> Calibration:
         changed: dict[str, Any] = {}
@@ -34,6 +34,7 @@ class Framework:
                 "gpu": device_name(row).startswith(value),
                 "kernel": row.kernel == value,
                 "precision": row.text.get("precision", "").lower().startswith(value),
+                "source": value in row.source.lower(),
                 "notes": re.search(rf"\b{value}\b", row.text.get("notes", ""), re.I) is not None,
             }[kind]:
                 changed |= change

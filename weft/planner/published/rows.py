@@ -288,9 +288,11 @@ def _layout(line: Mapping[str, str], gpus: int) -> tuple[dict[str, int], float]:
     batch, micro = _number(line.get("global_batch_seqs", "")), _number(line.get("micro_batch", ""))
     if batch is None and micro is None:
         raise Unusable("neither micro_batch nor global_batch_seqs")
+    words = line.get("fsdp_or_zero", "").lower()
+    if not micro and batch and pp > 1 and "fsdp" in words:  # torchtitan has as many microbatches as pipeline ranks
+        micro = batch / (dp * pp)
     micro = micro or 1.0
     batch = batch or micro * dp
-    words = line.get("fsdp_or_zero", "").lower()
     zero = int(_named(_ZERO_STAGES, words, "0"))
     if pp > 1 and "fsdp" in words:  # weights stay gathered and gradients whole until the last microbatch
         zero = 1

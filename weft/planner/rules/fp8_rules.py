@@ -24,11 +24,11 @@ def fp8_rule(job: Job, plan: Plan) -> str | None:
         )
     if plan.precision == "fp8" and job.fp8.head and (why := _fp8_head(job, plan)):
         return why
-    if plan.precision != "fp8" or plan.device_name not in DEVICES or plan.device == "cpu":
+    device = DEVICES.get(plan.device_name)
+    if plan.precision != "fp8" or device is None or plan.device == "cpu" or device.peak_tflops.get("fp8"):
         return None
-    if DEVICES[plan.device_name].peak_tflops.get("fp8"):
-        return None
-    return f"precision=fp8 needs fp8 products, which {plan.device_name} does not have; precision=bf16 would work"
+    other = "fp16" if device.emulates_bf16 else "bf16"
+    return f"precision=fp8 needs fp8 products, which {plan.device_name} does not have; precision={other} would work"
 
 
 def _fp8_head(job: Job, plan: Plan) -> str | None:
