@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from weft.verify.dryrun_internals import fake_tensors, fused_norms, storage_bytes
+from weft.memory.tracer_internals import fake_tensors
+from weft.verify.dryrun_internals import fused_norms, storage_bytes
 
 
 def test_fake_tensors_have_no_data() -> None:

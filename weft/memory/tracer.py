@@ -55,6 +55,9 @@ class Tracer(TorchDispatchMode):
         self.live = self.peak = 0
         self.counting = True
         self.flops = 0.0
+        self.allocated = 0
+        """Bytes of all tensors that were made, also of those that are gone."""
+        self.operators = 0
         self.calls: Counter[tuple[str, str]] = Counter()
         self.bytes: Counter[tuple[str, str]] = Counter()
         self.sizes: dict[int, int] = {}
@@ -70,6 +73,7 @@ class Tracer(TorchDispatchMode):
     def start(self) -> None:
         """Reset the figures; live tensors stay counted."""
         self.peak, self.flops, self.counting = self.live, 0.0, True
+        self.allocated = self.operators = 0
         self.calls.clear()
         self.bytes.clear()
 
@@ -87,6 +91,7 @@ class Tracer(TorchDispatchMode):
         if key not in self.sizes:
             weakref.finalize(storage, self._gone, key)
             self.sizes[key] = 0
+            self.allocated += size
         self._now(key, size)
 
     def _now(self, key: int, size: int) -> None:
@@ -125,6 +130,7 @@ class Tracer(TorchDispatchMode):
         out = func(*args, **kwargs)
         if self.blind:
             return out
+        self.operators += 1
         if func.namespace == "c10d" and self.counting:
             self._collective(func, args)
         elif self.counting and (count := FLOPS.get(overloads(func))) is not None:

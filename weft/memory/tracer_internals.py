@@ -7,14 +7,34 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["TorchDispatchMode", "operator_name", "overloads", "patched", "storage_key", "tree_leaves"]
+__all__ = [
+    "TorchDispatchMode",
+    "fake_tensors",
+    "has_values",
+    "operator_name",
+    "overloads",
+    "patched",
+    "storage_key",
+    "tree_leaves",
+]
 
 cpu_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def fake_tensors() -> FakeTensorMode:
+    """Inside it, tensors have shapes and no data."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has data, and is not only traced."""
+    return not isinstance(tensor, FakeTensor)
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

@@ -62,7 +62,7 @@ def describe_plan(job: Job, plan: Plan) -> str:
         falls = f" on average, {_amount(last)} in the last one" if last is not None else ""
         rows.append(("traffic", f"{_amount(p['communication_mib'])} a rank and step{falls}"))
     else:
-        rows.append(("memory", "not predicted, nor are time and traffic: a module is known when it is built"))
+        rows.append(("memory", "not predicted, nor are time and traffic: the module could not be traced here"))
     lines = [f"{name:10} {text}" for name, text in rows]
     return "\n".join([*lines, *(f"{'because' if i == 0 else '':10} {r}" for i, r in enumerate(plan.reasons))])
 

@@ -9,6 +9,7 @@ from weft.hardware.catalog import Device, find_network
 from weft.hardware.probe import probe
 from weft.job.compression import parse_compression
 from weft.job.errors import FitError, JobError
+from weft.job.registry import find_object
 from weft.job.schema import Job
 from weft.job.shapes import resolve
 from weft.planner.advice.expert_placement import with_copies
@@ -319,4 +320,12 @@ def _predict(start: PlanStart, plan: Plan, estimator: Estimator | None) -> dict[
 
 def plan(job: Job, world: int | None = None) -> Plan:
     """The Plan of a job."""
-    return make_plan(job, world)[1]
+    return with_module_prediction(*make_plan(job, world))
+
+
+def with_module_prediction(job: Job, plan: Plan) -> Plan:
+    """The plan with predicted memory and time also of a person's own module, which is built for that."""
+    if not job.model.module:
+        return plan
+    found: Plan = find_object("weft.training.module_facts:with_prediction", "model.module")(job, plan)
+    return found

@@ -30,6 +30,7 @@ from weft.supervisor.heartbeat import Heartbeat, NoHeartbeat
 from weft.training.build import build_state, rates_of
 from weft.training.expert_rebalance import rebalance
 from weft.training.initial_weights import initial_weights
+from weft.training.module_facts import with_prediction, write_plan
 from weft.training.resume import (
     merge_old_snapshots,
     newest_on_disk,
@@ -214,6 +215,9 @@ def open_session(
     torch.manual_seed(job.train.seed + mesh.rank)  # for a user's module; Weft's own models do not use this state
     torch.backends.cudnn.benchmark = mesh.device.type == "cuda"  # shapes do not change, so convolutions are timed once
     dataset = dataset or open_dataset(job)
+    if mesh.rank == 0 and (traced := with_prediction(job, plan, dataset)) is not plan:
+        plan = traced
+        write_plan(run, plan)
     state = build_state(job, plan, mesh, initial_weights(job, run, mesh))
     c = job.checkpoint
     if mesh.rank == 0:

@@ -22,6 +22,7 @@ from weft.comm.shards import local_of
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.memory.tracer import Tracer
+from weft.memory.tracer_internals import fake_tensors
 from weft.mesh import Mesh, connect, fake_mesh
 from weft.parallel.pipeline.executor import Pipelined
 from weft.parallel.spread_model import Batch
@@ -34,7 +35,7 @@ from weft.planner.time.flops import flops_of
 from weft.planner.time.traffic import traffic_of
 from weft.training.build import build_state
 from weft.training.step import Stepper
-from weft.verify.dryrun_internals import fake_tensors, fused_norms, storage_bytes
+from weft.verify.dryrun_internals import fused_norms, storage_bytes
 
 GIB = 2**30
 COPIED_BY_BACKEND = {"gloo": frozenset({"reduce_scatter"})}

@@ -8,12 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-
-def fake_tensors() -> FakeTensorMode:
-    """Inside it, tensors have shapes and no data."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -27,6 +27,7 @@ from weft.planner.make_plan import (
     pick_layout,
     runs_here,
     start_plan,
+    with_module_prediction,
 )
 from weft.planner.memory.explain import explain_memory
 from weft.planner.number_format import gib, gib_difference
@@ -149,8 +150,9 @@ def _fit_error(made: Survey) -> FitError:
 
 
 def _own_model(start: PlanStart, asked: PlanOptions) -> PlanOutput:
-    """Output for a model of your own, whose memory and time are not known before it is built."""
+    """Output for a model of your own, which is built and traced to know its memory and time."""
     job, plan = complete_plan(start, *pick_layout(start)[:2])
+    plan = with_module_prediction(job, plan)
     text = describe_plan(job, plan) + ("\n\n" + draw_schedule(job, plan) if asked.gantt else "")
     data = {"job": job.model_dump(mode="json"), **plan.to_json()}
     return PlanOutput(text, data, None, pinned_job(start.job, plan) if asked.apply else None)

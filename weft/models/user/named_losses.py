@@ -14,6 +14,7 @@ from weft.job.errors import JobError
 from weft.job.model_parts.named_loss import NamedLoss
 from weft.job.registry import find_object, listed
 from weft.job.schema import Model
+from weft.memory.tracer_internals import has_values
 from weft.models.user.contrastive import contrastive_losses
 from weft.models.user.sample_tree import unflatten
 from weft.models.user.task_losses import TaskLosses
@@ -262,7 +263,7 @@ def _in_range(targets: Tensor, valid: Tensor, classes: int, batch: Batch, model:
     valid = valid.view(*valid.shape, *[1] * (targets.dim() - valid.dim())).expand_as(targets)
     if not targets.is_cuda:
         wrong = ((targets < 0) | (targets >= classes)) & valid
-        if bool(wrong.any()):
+        if has_values(wrong) and bool(wrong.any()):
             where = f"samples {sample_numbers(batch, wrong)}"
             raise JobError(f"targets of {where} lie outside of the {classes} classes that {model.module} gives")
     return torch.where(valid, targets, 0)

@@ -1,0 +1,76 @@
+"""Predicted memory, traffic and time of a person's own module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers.parity import make_job
+from torch import Tensor, nn
+
+import weft
+from weft.job.schema import Job
+
+DIM, LAYERS = 64, 8
+
+
+class Stack(nn.Module):
+    """Layers whose inputs are kept; a given number of the first are frozen."""
+
+    def __init__(self, frozen: int = 0):
+        super().__init__()
+        self.embed = nn.Embedding(256, DIM)
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(LAYERS))
+        self.head = nn.Linear(DIM, 256, bias=False)
+        for layer in self.layers[:frozen]:
+            layer.requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.embed(inputs)
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.head(x)
+
+
+class ReadsValues(Stack):
+    """Needs the values of its inputs, which a trace does not have."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) * float(inputs.max() >= 0)
+
+
+NOT_OURS: dict[str, Any] = dict.fromkeys(("family", "dim", "layers", "heads", "kv_heads", "ffn", "vocab"))
+
+
+def job(name: str, *overrides: str, **args: Any) -> Job:
+    model = {**NOT_OURS, "module": f"test_module_facts:{name}", "args": args}
+    return make_job("train.accumulation=auto", *overrides, model=model, data={"source": "pydoc", "seq_len": 16})
+
+
+def test_states_activations_and_traffic() -> None:
+    weights = 2 * 256 * DIM + LAYERS * DIM**2
+    found = weft.plan(job("Stack"), 2).predicted
+    assert found["states_gib"] * 2**30 == pytest.approx(16 * weights, rel=1e-4), "weights, gradients and two moments"
+    assert found["communication_mib"] * 2**20 == 4 * weights
+    tokens = 4 * 16  # of a microbatch
+    kept = 4 * tokens * (LAYERS + 1) * DIM
+    logits = 4 * tokens * 256
+    assert kept + logits < found["activations_gib"] * 2**30 < 1.2 * kept + 5 * logits
+    assert "step_time_s" not in found, "the peak of a CPU is not known"
+    frozen = weft.plan(job("Stack", frozen=LAYERS), 2).predicted
+    assert frozen["states_gib"] * 2**30 == pytest.approx(16 * 2 * 256 * DIM + 4 * LAYERS * DIM**2, rel=1e-4)
+    cut = weft.plan(job("Stack", "parallel={dp_replicate: 1, dp_shard: 2, zero: 3}"), 2).predicted
+    assert cut["states_gib"] == pytest.approx(found["states_gib"] / 2)
+    assert 0 < cut["gathered_gib"] * 2**30 < 4 * weights
+
+
+def test_step_time_on_a_device_of_the_catalog() -> None:
+    slow, fast = (
+        weft.plan(job("Stack", f"cluster.device={d}", "precision=bf16"), 8).predicted for d in ("v100", "h100-sxm")
+    )
+    assert 0 < fast["step_time_s"] <= slow["step_time_s"] < 1 and 0 < fast["mfu"] < 1
+
+
+def test_a_module_that_needs_values_is_planned_without() -> None:
+    found = weft.plan(job("ReadsValues"), 2)
+    assert found.predicted == {} and "memory and time are not predicted: " in found.reasons[-1]

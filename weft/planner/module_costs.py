@@ -1,0 +1,110 @@
+"""Predicted memory, traffic and time of a module of a person's own, from facts that a trace of it found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from weft.hardware.catalog import find_device, find_network
+from weft.hardware.probe import GIB
+from weft.job.errors import JobError
+from weft.job.optim import OPTIMIZERS, WeightShard
+from weft.job.schema import Job
+from weft.planner.memory.layout_group import RUNTIME_BYTES
+from weft.planner.memory.live_bytes import FP32_BYTES
+from weft.planner.model.cluster_facts import default_network
+from weft.planner.model.reference_rate import peak_flops
+from weft.planner.own_calibration import own_calibration
+from weft.planner.plan import Plan
+from weft.planner.time.compute import MEMORY_SHARE
+from weft.planner.time.traffic import compute_bytes
+
+LAUNCH_US = 12.0
+"""Time of the host for one operator in the forward or backward pass."""
+PASSES = 3.0
+"""How often a tensor is written or read: once written, about twice read."""
+
+
+@dataclass(frozen=True)
+class ModuleFacts:
+    """What a trace of one microbatch found."""
+
+    trained: Sequence[tuple[int, ...]]
+    """Shapes of the weights that are trained."""
+    frozen: int
+    """Elements of other weights."""
+    units: int
+    """Parts that sharding gathers one by one."""
+    activations: float
+    """Peak bytes beside weights and their gradients."""
+    flops: float
+    """Of matrix products and convolutions, forward and backward."""
+    written: float
+    """Bytes of all tensors that were made."""
+    operators: int
+
+
+def predict_module(job: Job, plan: Plan, facts: ModuleFacts) -> dict[str, float]:
+    """Memory, traffic and time of a rank, under the names that every run prints. Where tp or pp cut the module, every
+    rank is taken to have an equal part of it."""
+    parts = plan.tp * plan.pp
+    trained = sum(prod(shape) for shape in facts.trained) / parts
+    weights = trained + facts.frozen / parts
+    shards = plan.dp_shard * plan.cp if plan.dp_shard > 1 else 1
+    low = compute_bytes(plan)
+    optimizer = sum(_state_bytes(job, shape, parts * shards) for shape in facts.trained)
+    average = FP32_BYTES * trained / shards if job.train.ema else 0.0
+    states = FP32_BYTES * (weights + trained) / shards + optimizer + average
+    gathered = low * weights if low != FP32_BYTES and shards == 1 else 0.0
+    if shards > 1:
+        gathered = low * weights * (1.0 if plan.zero < 3 else min(1.0, 2 / max(1, facts.units)))
+    activations = facts.activations / parts
+    runtime = RUNTIME_BYTES[plan.device]
+    moved = _traffic(plan, trained, weights, shards, low)
+    memory = {
+        "memory_gib": (states + gathered + activations + runtime) / GIB, "states_gib": states / GIB,
+        "gathered_gib": gathered / GIB, "activations_gib": activations / GIB, "runtime_gib": runtime / GIB,
+        "communication_mib": moved / 2**20,
+    }  # fmt: skip
+    return memory | _time(job, plan, facts, states, moved)
+
+
+def _state_bytes(job: Job, shape: tuple[int, ...], ways: int) -> float:
+    shard = WeightShard(shape, -(-prod(shape) // ways), False)
+    return FP32_BYTES * float(OPTIMIZERS[job.optim.name].of(shard).state(job.optim, shard))
+
+
+def _traffic(plan: Plan, trained: float, weights: float, shards: int, low: int) -> float:
+    """Bytes that a rank passes to collectives over data-parallel axes in a step."""
+    if shards > 1:
+        gathers = 2 * plan.accumulation if plan.zero == 3 else 1
+        scatters = 1 if plan.zero == 1 else plan.accumulation
+        copies = FP32_BYTES * trained / shards if plan.dp_replicate > 1 else 0.0
+        return gathers * low * weights + scatters * FP32_BYTES * trained + copies
+    return FP32_BYTES * trained if plan.dp_replicate > 1 else 0.0
+
+
+def _time(job: Job, plan: Plan, facts: ModuleFacts, states: float, moved: float) -> dict[str, float]:
+    """Seconds of a step and MFU where the device's peak is known."""
+    peak = peak_flops(plan, job)
+    if not peak:
+        return {}
+    try:
+        device = find_device(plan.device_name, job.cluster.catalog)
+        network = job.cluster.network if job.cluster.network != "auto" else default_network(device)
+        link = find_network(network, job.cluster.catalog).gb_s if plan.nodes > 1 else device.link_gb_s
+    except JobError:
+        return {}
+    cal = own_calibration(device)
+    bandwidth = device.memory_tb_s * 1e12 * MEMORY_SHARE
+    parts = plan.tp * plan.pp
+    products = facts.flops / (peak * device.matmul_share * cal.matmul)
+    rest = PASSES * facts.written / bandwidth
+    passes = plan.accumulation * max((products + rest) / parts, facts.operators * LAUNCH_US * 1e-6 / plan.pp)
+    bubble = 1 + (plan.pp - 1) / (plan.accumulation * plan.virtual_stages)
+    share = cal.network if plan.nodes > 1 else cal.link
+    sent = moved * (2 if plan.dp_shard == 1 else 1) / (link * 1e9 * share) if plan.world > 1 and link else 0.0
+    exposed = sent - cal.overlap_dp * min(sent, passes * 2 / 3)
+    seconds = passes * bubble + exposed + cal.optimizer * states / bandwidth + cal.step_ms * 1e-3
+    return {"step_time_s": seconds, "mfu": min(1.0, plan.accumulation * facts.flops / parts / (seconds * peak))}
