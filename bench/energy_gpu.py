@@ -114,7 +114,7 @@ def tokens(device: NvmlDevice, asked: argparse.Namespace) -> list[str]:
     """Joules a token of the 1B shape, in bf16 and fp8."""
     shape = SHAPES[asked.shape]
     lines = [
-        "| precision | tokens/s | W | J a token | tokens a J | own W, tokens a J |",
+        "| precision | tokens/s | W | J a token | tokens a J | with the first step: W, tokens a J |",
         "|---|---|---|---|---|---|",
     ]
     for precision, changes in (("bf16", []), ("fp8", ["fp8.amax=delayed", "fp8.head=true"])):

@@ -53,6 +53,8 @@ class Optimizer:
     """Numbers in temporary tensors while the weight is updated."""
     flops: Callable[[WeightShard], float] = lambda weight: 0.0
     """FLOPs of matrix products in an update, on each rank that computes it."""
+    coded_in_kernel: bool = False
+    """Whether its kernel on CUDA decodes and encodes 8-bit states itself (memory.states)."""
 
     def of(self, weight: WeightShard) -> Optimizer:
         """The optimizer that updates a weight: this one, or adamw."""

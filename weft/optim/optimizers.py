@@ -43,6 +43,7 @@ OPTIMIZERS.register(
     Optimizer(
         "adamw", "AdamW (Loshchilov & Hutter 2019), fused.", "weft.optim.adamw:build",
         state=lambda optim, weight: 2 * weight.held + 1,  # two moments, and the count of steps
+        coded_in_kernel=True,
     )
 )  # fmt: skip
 OPTIMIZERS.register(

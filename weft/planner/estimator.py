@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from weft.hardware.catalog import Device
 from weft.hardware.measured import load_measured
 from weft.hardware.probe import GIB
+from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job
 from weft.planner.calibration import Calibration
 from weft.planner.memory.engine_memory import EngineMemory, Place
@@ -23,7 +24,7 @@ from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts
 from weft.planner.time.measured_device import step_seconds
 from weft.planner.time.step import Estimates, estimate
-from weft.planner.time.streaming import CODED_STATE_NS, Links, streamed_step_s
+from weft.planner.time.streaming import CODED_IN_KERNEL_NS, CODED_STATE_NS, Links, streamed_step_s
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,14 @@ class Estimator:
             moved["host"] = moved["host"] + counts.total * np.where(layouts.accumulation > 1, 4.0, 2.0)
         share = (passes - 1) / passes if plan.gradient_home == "released" else 1 / passes
         """Of the step, the passes in which weights are updated."""
-        forward = made.step_time_s * (share if plan.lazy_update else 0.0)
+        in_kernel = OPTIMIZERS[job.optim.name].coded_in_kernel and plan.states != "bf16"
+        coded_ns = (CODED_IN_KERNEL_NS if in_kernel else CODED_STATE_NS)[plan.device]
+        coded_s = coded * coded_ns * 1e-9 * counts.total / cut
+        forward = (made.step_time_s * share + coded_s) if plan.lazy_update else 0.0
         links = Links.of(load_measured(plan.device_name), plan.device)
         seconds = streamed_step_s(
-            made.step_time_s, forward, moved["host"], moved["disk"], plan.stream_gib * GIB, links, fetched
+            made.step_time_s + coded_s, forward, moved["host"], moved["disk"], plan.stream_gib * GIB, links, fetched
         )
-        seconds = seconds + coded * CODED_STATE_NS[plan.device] * 1e-9 * counts.total / cut
         return replace(made, copies=seconds - made.step_time_s)
 
     def _times(self, layouts: Layouts, memory: dict[str, NDArray[np.float64]]) -> Estimates:

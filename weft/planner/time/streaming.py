@@ -15,7 +15,9 @@ DISK_READ_GB_S, DISK_WRITE_GB_S = 3.0, 2.0
 """Of an NVMe disk, where it was not measured."""
 
 CODED_STATE_NS = {"cpu": 0.0, "cuda": 0.03}
-"""To decode and encode a state of a parameter in an update (H200, bench/tiers_gpu.py with three states: 0.09)."""
+"""To decode and encode a state of a parameter in an update (H200, bench/tiers_gpu.py)."""
+CODED_IN_KERNEL_NS = {"cpu": 0.0, "cuda": 0.004}
+"""The same inside of the optimizer's kernel."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class Links:
 
     host: float
     """Each way, with both at once."""
+    beside: float
+    """The same while the device computes."""
     disk_read: float = DISK_READ_GB_S
     disk_write: float = DISK_WRITE_GB_S
 
@@ -31,11 +35,15 @@ class Links:
     def of(cls, measured: Measured | None, device: str) -> Links:
         """Of a measured device, or the usual ones."""
         if measured is None:
-            return cls(LINK_GB_S[device])
+            return cls(LINK_GB_S[device], LINK_GB_S[device])
         host = measured.both_ways_gb_s or 0.9 * (measured.to_device_gb_s or LINK_GB_S[device] / 0.9)
-        host = min(host, measured.beside_gb_s or host)
+        beside = min(host, measured.beside_gb_s or host)
         read = measured.states_read_gb_s or measured.disk_read_gb_s
-        return cls(host, read, measured.states_write_gb_s or measured.disk_write_gb_s)
+        return cls(host, beside, read, measured.states_write_gb_s or measured.disk_write_gb_s)
+
+    def waited_s(self, size: Size, seconds: Size) -> Size:
+        """How long the device waits for copies of `size` bytes each way that begin with a computation."""
+        return np.maximum(0.0, size - self.beside * 1e9 * seconds) / (self.host * 1e9)
 
 
 def streamed_step_s(
@@ -48,8 +56,8 @@ def streamed_step_s(
     other time copies run beside the computation, so a step takes at least as long as its copies. All forward passes of
     a step fetch `weights` bytes, each unit's while the unit before it runs, and so do all backward passes.
     """
-    copies = (host + disk + 2 * weights) / (links.host * 1e9)
-    late = np.maximum(0.0, (np.maximum(0.0, host + disk - ahead) + weights) / (links.host * 1e9) - forward_s)
-    late = late + np.maximum(0.0, weights / (links.host * 1e9) - np.maximum(0.0, step_s - forward_s))
+    copies = links.waited_s(host + disk + 2 * weights, step_s)
+    late = links.waited_s(np.maximum(0.0, host + disk - ahead) + weights, forward_s)
+    late = late + links.waited_s(weights, np.maximum(0.0, step_s - forward_s))
     disks = disk / 1e9 * (1 / links.disk_read + 1 / links.disk_write)
-    return np.maximum(np.maximum(step_s + late, copies), disks)
+    return np.maximum(step_s + np.maximum(late, copies), disks)
