@@ -4,7 +4,8 @@
 
 Planted on two CPU ranks of this machine: a rank that is stopped half of the time (slow_rank), a dataset that sleeps
 (data_starved), a link between two network namespaces that `tc` limits to 20, 50 or 100 Mbit/s (slow_link; needs
-root), recompute of everything (unneeded_recompute). Healthy runs are of several layouts. A finding `neighbour` is right
+root), recompute of everything (unneeded_recompute), microbatches of one sequence (small_microbatch), a pipeline of two
+stages with one or two microbatches (large_bubble). Healthy runs are of several layouts. A finding `neighbour` is right
 on a machine that is busy with something else, so it is counted apart.
 """
 
@@ -30,6 +31,7 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 60
 STARVED_TRAIN = {"steps": 24, "global_batch": 16, "eval_every": 0}
+LINK_TRAIN = {"steps": 36, "global_batch": 16, "eval_every": 0}
 LINK_MBIT = (20, 50, 100)
 SLOW_DATASET = '''
 """A dataset whose samples take a while."""
@@ -57,6 +59,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "ddp": {"dp_replicate": 2, "dp_shard": 1}, "zero3": {"dp_shard": 2, "zero": 3}, "tp": {"tp": 2},
     "zero2": {"dp_shard": 2, "zero": 2}, "cp": {"cp": 2},
 }  # fmt: skip
+PIPELINE: dict[str, Any] = {"pp": 2, "schedule": "1f1b"}
 
 
 def job(folder: Path, name: str, **more: Any) -> Path:
@@ -119,9 +122,26 @@ def unneeded_recompute(folder: Path, number: int) -> Path:
     return train(folder, job(folder, f"recompute-{number}", memory={"recompute": "full"}, parallel=layout))
 
 
+def small_microbatch(folder: Path, number: int) -> Path:
+    layout = list(LAYOUTS.values())[number % 4]
+    step = {"steps": STEPS, "global_batch": 16, "microbatch": 1, "eval_every": 0}
+    return train(folder, job(folder, f"microbatch-{number}", train=step, parallel=layout))
+
+
+def large_bubble(folder: Path, number: int) -> Path:
+    step = {"steps": STEPS, "global_batch": 16, "microbatch": (16, 8)[number % 2], "eval_every": 0}
+    schedule = ("1f1b", "gpipe")[number // 2 % 2]
+    layout = {**PIPELINE, "schedule": schedule}
+    return train(folder, job(folder, f"bubble-{number}", train=step, parallel=layout))
+
+
 def healthy(folder: Path, number: int) -> Path:
-    name = list(LAYOUTS)[number % len(LAYOUTS)]
-    return train(folder, job(folder, f"healthy-{name}-{number}", parallel=LAYOUTS[name]))
+    layouts = {**LAYOUTS, "pipeline": PIPELINE}
+    name = list(layouts)[number % len(layouts)]
+    more: dict[str, Any] = {"parallel": layouts[name]}
+    if name == "pipeline":
+        more["train"] = {"steps": STEPS, "global_batch": 64, "microbatch": 4, "eval_every": 0}
+    return train(folder, job(folder, f"healthy-{name}-{number}", **more))
 
 
 @contextlib.contextmanager
@@ -137,7 +157,7 @@ def two_hosts(number: int) -> Iterator[Any]:
 def slow_link(folder: Path, number: int) -> Path:
     """Two hosts with one rank each, started by torchrun."""
     cluster = {"device": "cpu", "nodes": 2, "devices_per_node": 1}
-    path = job(folder, f"link-{number}", cluster=cluster)
+    path = job(folder, f"link-{number}", cluster=cluster, train=LINK_TRAIN)
     with two_hosts(number) as hosts:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         started = []
@@ -156,7 +176,8 @@ def slow_link(folder: Path, number: int) -> Path:
 
 CASES: dict[str, Callable[[Path, int], Path]] = {
     "slow_rank": slow_rank, "data_starved": data_starved, "slow_link": slow_link,
-    "unneeded_recompute": unneeded_recompute, "healthy": healthy,
+    "unneeded_recompute": unneeded_recompute, "small_microbatch": small_microbatch, "large_bubble": large_bubble,
+    "healthy": healthy,
 }  # fmt: skip
 
 

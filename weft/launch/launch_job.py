@@ -39,15 +39,26 @@ def plan_for(
     name: str, overrides: Sequence[str], on: str | None, attached: bool = True
 ) -> tuple[Target, LaunchRequest]:
     """The target, and the job planned for its cluster. Refuses what cannot run there."""
+    target, job = _read(name, overrides, on)
+    target.check_settings(job.cluster)
+    plan = _plan(job, target.world(job.cluster))
+    for where, changes in target.changes(job.cluster).items():
+        try:
+            changed = _read(name, [*overrides, *changes], on)[1]
+            _plan(changed, target.world(changed.cluster))
+        except (JobError, FitError) as error:
+            raise type(error)(f"{where}: {error}") from None
+    return target, LaunchRequest(job, plan, Path.cwd(), attached)
+
+
+def _read(name: str, overrides: Sequence[str], on: str | None) -> tuple[Target, Job]:
+    """The target, and the job with the fields of the target's cluster."""
     raw = read_fields(name, overrides)
     cluster = raw.get("cluster", {})
     target, section = resolve_target(on, cluster if isinstance(cluster, dict) else {})
     raw["cluster"] = target.complete(section) if isinstance(cluster, dict) else cluster
     import_extensions(raw.get("extensions"))
-    job = parse_job(raw)
-    target.check_settings(job.cluster)
-    plan = _plan(job, target.world(job.cluster))
-    return target, LaunchRequest(job, plan, Path.cwd(), attached)
+    return target, parse_job(raw)
 
 
 def _plan(job: Job, world: int | None) -> Plan:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER, rank_module
 from weft.supervisor.memory_folder import memory_folder
 from weft.supervisor.run_lock import RunLock
 from weft.supervisor.status_board import PHASES, StatusBoard
-from weft.supervisor.stop_signals import SignalForwarder, signals_blocked
+from weft.supervisor.stop_signals import STOP_CODES, SignalForwarder, signals_blocked
 from weft.supervisor.wakeup import wake_on_signals
 from weft.watch.journal import Journal
 
@@ -134,6 +135,8 @@ class ProcessManager:
         )
 
     def _look(self) -> None:
+        if self.signals.received:
+            self.board["stop"] = int(STOP_CODES[signal.Signals(self.signals.received[0])])
         if self.supervisor is not None and self.supervisor.poll() is not None:
             lived = time.monotonic() - self.supervised_since
             self.short_lives = self.short_lives + 1 if lived < MIN_SUPERVISOR_LIFE_S else 0

@@ -34,6 +34,7 @@ _HEAD = (
     "safe",
     "target",
     "oom",
+    "stop",
 )
 HEAD = {name: i for i, name in enumerate(_HEAD)}
 HEAD_WORDS = 16

@@ -114,8 +114,12 @@ def test_clusters_of_the_file(tmp_path: Path, in_process: InProcess, monkeypatch
     unknown = in_process(tmp_path, "launch", "job.yaml", "--on", "dsk", "--print")
     assert (unknown.code, "did you mean desk?" in unknown.last) == (2, True)
     assert "bad.target must be one of local" in in_process(tmp_path, "launch", "job.yaml", "--on", "bad").last
-    clusters.write_text("- 1")
-    assert "must hold clusters by name" in in_process(tmp_path, "launch", "job.yaml", "--on", "desk").last
+    for text, sentence in (
+        ("- 1", "must hold clusters by name"), ("desk: {target: local, target: ssh}", "'target' is repeated"),
+        ("desk: " + "[" * 2000, "is nested too deeply"), ("desk: {", "is not YAML"),
+    ):  # fmt: skip
+        clusters.write_text(text)
+        assert sentence in in_process(tmp_path, "launch", "job.yaml", "--on", "desk").last
 
 
 @pytest.mark.parametrize(

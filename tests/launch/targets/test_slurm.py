@@ -78,12 +78,15 @@ def test_cancelled_run_leaves_no_process(folder: Path, slurm: SlurmCluster, in_p
     assert [f"lr: 0.00{n + 1}" in run.job.read_text() for n, run in enumerate(runs)] == [True, True]
     rows = {r["name"]: r for r in json.loads(in_process(folder, "runs", "--json").out)["runs"]}
     assert {rows[f"run-{n}"]["job_id"].partition("_")[2] for n in range(2)} == {"0", "1"}
+    assert (rows["run"]["state"], rows["run-0"]["state"]) == ("running", "running")
     assert in_process(folder, "stop", "run-0").code == 0
     slurm.command("scancel", rows["run-1"]["job_id"])
     until(lambda: not slurm.command("squeue", "-h").strip())
     until(lambda: not strays([str(folder)]))
     states = {r["name"]: r["state"] for r in json.loads(in_process(folder, "runs", "--json").out)["runs"]}
-    assert {states["run-0"], states["run-1"]} == {"stopped"}
+    assert {states["run"], states["run-0"], states["run-1"]} == {"stopped"}
+    followed = in_process(folder, "attach", "run")
+    assert (followed.code, "run-0: " in followed.err, "run-1: " in followed.err) == (130, True, True)
 
 
 def test_srun_by_hand_joins_the_nodes_and_ranks(folder: Path, slurm: SlurmCluster, interpreter: str) -> None:
@@ -107,6 +110,10 @@ def test_srun_by_hand_joins_the_nodes_and_ranks(folder: Path, slurm: SlurmCluste
         (["cluster.volumes=[/a:/b]", "--print"], 2, "set cluster.image"),
         (["cluster.hostfile=x", "--print"], 2, "cluster.hostfile is not used by the target slurm"),
         (["cluster.slurm.groups=[{nodes: 2}]", "--print"], 2, "raise cluster.nodes"),
+        (["cluster.slurm.array=[optim.lrx=1]", "--print"], 2, "cluster.slurm.array[0]: optim.lrx: unknown key"),
+        (["cluster.slurm.array=['a=\"b']", "--print"], 2, "No closing quotation"),
+        (["cluster.slurm.array=[name=x]", "--print"], 2, "cluster.slurm.array[0] sets name=x"),
+        (["cluster.python=/nowhere/python"], 4, "exit code 4"),
         (["cluster.nodes=9", "train.global_batch=36", "--dry-run"], 4, "sbatch: "),
     ],
 )

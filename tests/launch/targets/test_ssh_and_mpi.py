@@ -59,6 +59,16 @@ def test_killed_client_leaves_no_process(folder: Path, interpreter: str) -> None
     until(lambda: not strays([str(folder)]))
 
 
+def test_host_that_cannot_start_ends_the_run(folder: Path, interpreter: str) -> None:
+    """The other host waits for it, and is stopped."""
+    hosts = ["cluster.hosts=[127.0.1.1 slots=2, 127.0.1.9 slots=2]", "cluster.hostfile=null"]
+    done = weft(folder, "launch", "job.yaml", *hosts, f"cluster.python={interpreter}", "--on", "ssh")
+    assert (done.code, "the run needs all 2 hosts to start" in done.err) == (4, True), done.err
+    assert not strays([str(folder)])
+    done = weft(folder, "launch", "job.yaml", "cluster.python=/nowhere/python", "--on", "ssh")
+    assert (done.code, "there is no /nowhere/python on" in done.last) == (4, True), done.err
+
+
 def test_mpi_trains_the_same_run(
     folder: Path, in_process: InProcess, interpreter: str, pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,11 +84,19 @@ def test_mpi_trains_the_same_run(
 
 def test_hostfiles(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
-    file.write_text("# all\na slots=8\nme@b.c slots = 4 max_slots=8\n\na slots=2\n")
-    assert read_hosts(str(file), ["d"], 3) == [Host("d", 3), Host("a", 10), Host("me@b.c", 4)]
-    for text in ("-oProxyCommand=x", "a slots=0", "a slots=x", "a; b"):
+    file.write_text(
+        "\ufeff# all\na slots=8\nme@b.c slots = 4 max-slots=8\n\na slots=2 # twice\n[fe80::1%eth0]\nme@::1\r\n"
+    )
+    assert read_hosts(str(file), ["d"], 3) == [
+        Host("d", 3), Host("a", 10), Host("me@b.c", 4), Host("fe80::1%eth0", 3), Host("me@::1", 3),
+    ]  # fmt: skip
+    for text, sentence in (
+        ("-oProxyCommand=x", "is not a host"), ("a; b", "is not a host"), ("a:22 slots=2", "a:22 has a port"),
+        ("a slots=0", "slots=0 is not a number of ranks"), ("a slots=x", "slots=x is not a number"),
+        ("a gpus=8", "gpus=8 is unknown"), ("a slots=1 slots=2", "slots=2 is unknown or repeated"),
+    ):  # fmt: skip
         file.write_text(text)
-        with pytest.raises(JobError, match="is not a host"):
+        with pytest.raises(JobError, match=sentence):
             read_hosts(str(file), [])
     with pytest.raises(JobError, match="there are no hosts"):
         read_hosts(None, [])
@@ -98,6 +116,8 @@ def test_exit_code_of_several_nodes() -> None:
         (["cluster.devices_per_node=4", "cluster.nodes=2", "--print"], 2, "has slots=2, fewer than"),
         (["cluster.hostfile=none", "--print"], 2, "cluster.hostfile=none cannot be read"),
         (["cluster.partition=x", "--print"], 2, "cluster.partition is not used by the target ssh"),
+        (["cluster.hosts=127.0.1.1", "--print"], 2, "cluster.hosts='127.0.1.1'"),
+        (["cluster.ssh.options=[-Z]", "--print"], 2, "ssh refuses cluster.ssh.options: unknown option -- Z"),
         (["cluster.hosts=[127.0.1.9 slots=4]", "cluster.hostfile=null", "--dry-run"], 4, "127.0.1.9"),
         (["cluster.workdir=/nowhere", "--dry-run"], 4, "/nowhere"),
     ],

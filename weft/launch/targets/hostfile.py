@@ -10,7 +10,10 @@ from typing import Any
 from weft.job.cluster import Cluster
 from weft.job.errors import JobError
 
-LINE = re.compile(r"(?P<name>[A-Za-z0-9_][\w.@-]*)(\s+slots\s*=\s*(?P<slots>\d+))?(\s+max[_-]slots\s*=\s*\d+)?")
+NAME = re.compile(
+    r"([A-Za-z0-9_][\w.-]*@)?([A-Za-z0-9_][\w.-]*|(?P<ipv6>[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f.]*(%\w+)?))"
+)
+EXAMPLE = "write for example `node1 slots=8`"
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ def read_hosts(hostfile: str | None, hosts: list[str], default_slots: int = 1) -
     lines: list[tuple[str, str]] = [("cluster.hosts", text) for text in hosts]
     if hostfile is not None:
         try:
-            text = Path(hostfile).read_text(encoding="utf-8")
+            text = Path(hostfile).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise JobError(f"cluster.hostfile={hostfile} cannot be read: {error}") from None
         lines += [(f"{hostfile} line {n}", line) for n, line in enumerate(text.splitlines(), 1)]
@@ -37,14 +40,32 @@ def read_hosts(hostfile: str | None, hosts: list[str], default_slots: int = 1) -
     for where, line in lines:
         if not (content := line.partition("#")[0].strip()):
             continue
-        match = LINE.fullmatch(content)
-        slots = int(match["slots"] or default_slots) if match else 0
-        if match is None or not slots:
-            raise JobError(f"{where}: {content!r} is not a host; write for example `node1 slots=8`")
-        found[match["name"]] = found.get(match["name"], 0) + slots
+        host = _host(content, where, default_slots)
+        found[host.name] = found.get(host.name, 0) + host.slots
     if not found:
         raise JobError("there are no hosts; give cluster.hostfile=FILE with lines such as `node1 slots=8`")
     return [Host(name, slots) for name, slots in found.items()]
+
+
+def _host(content: str, where: str, default_slots: int) -> Host:
+    """The host of a line without its comment."""
+    name, *settings = re.sub(r"\s*=\s*", "=", content).split()
+    name = name.replace("[", "").replace("]", "") if re.search(r"\[[^\]]*:.*\]$", name) else name
+    if NAME.fullmatch(name) is None:
+        if NAME.fullmatch(name.partition(":")[0]):
+            raise JobError(
+                f"{where}: {name} has a port; give it to ssh, by cluster.ssh.options=[-p, PORT] or a Host of ssh_config"
+            )
+        raise JobError(f"{where}: {content!r} is not a host; {EXAMPLE}")
+    found: dict[str, int] = {}
+    for setting in settings:
+        key, _, value = setting.replace("max-slots", "max_slots").partition("=")
+        if key not in ("slots", "max_slots") or key in found:
+            raise JobError(f"{where}: {setting} is unknown or repeated; a host may have slots and max_slots, {EXAMPLE}")
+        if not re.fullmatch(r"[0-9]{1,6}", value) or not int(value):
+            raise JobError(f"{where}: {setting} is not a number of ranks from 1 to 999999; leave out hosts without any")
+        found[key] = int(value)
+    return Host(name, found.get("slots", default_slots))
 
 
 def hosts_of(cluster: Cluster) -> list[Host]:
@@ -63,8 +84,9 @@ def hosts_of(cluster: Cluster) -> list[Host]:
 
 def with_hosts(section: dict[str, Any]) -> dict[str, Any]:
     """A `cluster` section whose number of nodes is that of its hosts, unless it is set."""
-    if "nodes" in section:
-        return section
-    per_node = section.get("devices_per_node", 1)
-    hosts = read_hosts(section.get("hostfile"), list(section.get("hosts", ())), per_node if per_node != "auto" else 1)
+    hostfile, listed, per_node = (section.get(k) for k in ("hostfile", "hosts", "devices_per_node"))
+    valid = isinstance(hostfile, str | None) and isinstance(listed, list | None)
+    if "nodes" in section or not valid or not all(isinstance(host, str) for host in listed or ()):
+        return section  # a wrong type is refused with the rest of the job
+    hosts = read_hosts(hostfile, listed or [], per_node if isinstance(per_node, int) else 1)
     return {**section, "nodes": len(hosts)}

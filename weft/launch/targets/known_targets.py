@@ -8,9 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from weft.job.errors import JobError
+from weft.job.load import read_yaml
 from weft.launch.targets.target import Target
 
 TARGETS = {
@@ -44,11 +43,12 @@ def clusters() -> dict[str, dict[str, Any]]:
     """The entries of the clusters file: by name, the fields of a `cluster` section."""
     path = clusters_file()
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise JobError(f"{path} is not YAML: {' '.join(str(error).split())[:200]}") from None
+    except UnicodeDecodeError as error:
+        raise JobError(f"{path} is not YAML: {error}") from None
+    found = read_yaml(text, str(path))
     if found is None:
         return {}
     if not isinstance(found, dict) or not all(isinstance(v, dict) for v in found.values()):

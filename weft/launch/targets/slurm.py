@@ -11,7 +11,7 @@ from pathlib import Path
 
 from weft.job.cluster import Cluster
 from weft.job.errors import Exit, JobError, MachineError
-from weft.job.run_folder import RunDir
+from weft.launch.targets.slurm_array import array_changes, array_code, array_runs, array_tasks, gather_output
 from weft.launch.targets.target import (
     EXIT_FILE,
     OUTPUT,
@@ -84,6 +84,9 @@ class SlurmTarget(Target):
          "workdir"}
     )  # fmt: skip
 
+    def changes(self, cluster: Cluster) -> dict[str, list[str]]:
+        return array_changes(cluster)
+
     def build(self, request: LaunchRequest) -> Submission:
         cluster, options = request.cluster, request.cluster.slurm
         if (first := request.nodes - sum(group.nodes for group in options.groups)) < 1:
@@ -146,27 +149,23 @@ class SlurmTarget(Target):
         return [line.removeprefix("sbatch: ") for line in text.splitlines() if line.strip()]
 
     def submit(self, request: LaunchRequest, submission: Submission) -> str:
-        for index in range(len(request.cluster.slurm.array)):
-            launch_folder(_array_run(request, index)).mkdir(parents=True, exist_ok=True)
+        folders = [launch_folder(run) for run in array_runs(request.run.path, request.cluster)]
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / EXIT_FILE).unlink(missing_ok=True)
         job_id = _run(list(submission.commands[0]), request.cluster).split(";")[0].strip()
-        for index in range(len(request.cluster.slurm.array)):
-            run = _array_run(request, index)
-            settings = request.cluster.model_dump(mode="json", exclude_defaults=True)
-            record = LaunchRecord(
-                self.name,
-                f"{job_id}_{index}",
-                str(run.path),
-                "",
-                time.time(),
-                request.nodes,
-                request.plan.world,
+        settings = request.cluster.model_dump(mode="json", exclude_defaults=True)
+        for index, folder in enumerate(folders):
+            task = LaunchRecord(
+                self.name, f"{job_id}_{index}", str(folder.parent), "", time.time(), request.nodes, request.plan.world,
                 settings,
-            )
-            (launch_folder(run) / "record.json").write_text(record.to_json(), encoding="utf-8")
+            )  # fmt: skip
+            (folder / "record.json").write_text(task.to_json(), encoding="utf-8")
         return job_id
 
     def status(self, record: LaunchRecord) -> JobStatus:
-        if (code := read_exit_code(record.launch_folder)) is not None:
+        tasks = array_tasks(record)
+        if (code := array_code(tasks) if tasks else read_exit_code(record.launch_folder)) is not None:
             return JobStatus(JobState.ENDED, code)
         try:
             text = _run(["scontrol", "show", "job", "--oneliner", record.job_id], record.cluster)
@@ -178,6 +177,9 @@ class SlurmTarget(Target):
             return JobStatus(JobState.RUNNING)
         if any(state in WAITING for state in states):
             return JobStatus(JobState.QUEUED, detail=reason[1] if reason and reason[1] != "None" else "")
+        if tasks:
+            ends = [self.status(task) for task in tasks]
+            return max(ends, key=lambda end: (end.state == JobState.LOST, end.exit_code or 0))
         code = read_exit_code(record.launch_folder)  # written since
         code = ENDS.get(states[0]) if code is None and states else code
         detail = f"Slurm calls it {states[0]}" if states else ""
@@ -187,7 +189,17 @@ class SlurmTarget(Target):
         words = ["srun", *self._common(request, request.nodes, 1), "--time=5", f"--chdir={request.workdir}"]
         return _run([*words, "bash", "-c", request.node_script(*command), "weft"], request.cluster, timeout_s=NODES_S)
 
+    def output(self, record: LaunchRecord, offset: int) -> tuple[bytes, int]:
+        if tasks := array_tasks(record):
+            gather_output(record, tasks)
+        return super().output(record, offset)
+
     def stop(self, record: LaunchRecord) -> None:
+        if tasks := array_tasks(record):
+            for task in tasks:
+                if self.status(task).state in (JobState.QUEUED, JobState.RUNNING):
+                    self.stop(task)
+            return
         (record.launch_folder / STOP_FILE).touch()
         if self.status(record).state == JobState.QUEUED:
             self.kill(record)
@@ -198,18 +210,12 @@ class SlurmTarget(Target):
         _run(["scancel", record.job_id], record.cluster)
 
 
-def _array_run(request: LaunchRequest, index: int) -> RunDir:
-    return RunDir(request.run.path.with_name(f"{request.job.name}-{index}"))
-
-
 def _array_cases(request: LaunchRequest) -> list[str]:
     """Lines that set the changes to the job of an array task."""
-    entries = request.cluster.slurm.array
+    entries = array_changes(request.cluster).values()
     if not entries:
         return []
-    cases = [
-        f"    {i}) set -- name={request.job.name}-{i} {shlex.join(shlex.split(e))} ;;" for i, e in enumerate(entries)
-    ]
+    cases = [f"    {i}) set -- {shlex.join([f'name={request.job.name}-{i}', *e])} ;;" for i, e in enumerate(entries)]
     run = f'run={shlex.quote(str(request.run.path))}-"$SLURM_ARRAY_TASK_ID"'
     return [run, 'case "$SLURM_ARRAY_TASK_ID" in', *cases, "esac"]
 

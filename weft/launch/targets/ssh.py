@@ -6,6 +6,7 @@ import json
 import shlex
 import shutil
 import subprocess
+import sys
 from typing import Any
 
 from weft.job.cluster import Cluster
@@ -14,6 +15,9 @@ from weft.launch.targets.hostfile import Host, hosts_of, with_hosts
 from weft.launch.targets.process_target import ProcessTarget
 from weft.launch.targets.ssh_client import HOSTS_FILE, start_node
 from weft.launch.targets.target import LaunchRequest, Submission
+
+CONNECT_S = 15
+"""How long a connection may take."""
 
 
 class SshTarget(ProcessTarget):
@@ -31,19 +35,20 @@ class SshTarget(ProcessTarget):
 
     def build(self, request: LaunchRequest) -> Submission:
         nodes = [
-            node_of(request, host, environment, request.train_command("--nproc", str(host.slots)))
+            connected(request, node_of(request, host, environment, request.train_command("--nproc", str(host.slots))))
             for host, environment in zip(hosts_of(request.cluster), node_variables(request), strict=True)
         ]
-        client = [request.python, "-m", "weft.launch.targets.ssh_client", str(request.launch_folder / HOSTS_FILE)]
+        client = [sys.executable, "-m", "weft.launch.targets.ssh_client", str(request.launch_folder / HOSTS_FILE)]
         return Submission((tuple(client),), {HOSTS_FILE: json.dumps(nodes, indent=2)})
 
     def check(self, request: LaunchRequest, submission: Submission) -> list[str]:
         if shutil.which("ssh") is None:
             raise MachineError("there is no ssh here; install openssh-client")
         lines = []
+        script = f"cd {shlex.quote(request.workdir)} && {shlex.quote(request.python)} -c 'import weft'"
         for host in hosts_of(request.cluster):
             done = subprocess.run(
-                [*ssh_command(request.cluster, host), f"cd {request.workdir} && {request.python} -c 'import weft'"],
+                [*ssh_command(request.cluster, host), script],
                 stdin=subprocess.DEVNULL, capture_output=True, text=True,
             )  # fmt: skip
             if done.returncode:
@@ -70,8 +75,15 @@ class SshTarget(ProcessTarget):
 
 def ssh_command(cluster: Cluster, host: Host) -> list[str]:
     """The ssh command of a host, without a terminal and without questions."""
-    alive = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"]
-    return ["ssh", *alive, *cluster.ssh.options, host.name]
+    ours = ("BatchMode=yes", "ServerAliveInterval=15", "ServerAliveCountMax=4", f"ConnectTimeout={CONNECT_S}")
+    options = [word for option in ours for word in ("-o", option)]
+    return [
+        "ssh",
+        *cluster.ssh.options,
+        *options,
+        "--",
+        host.name,
+    ]  # of an option that is repeated, ssh takes the first
 
 
 def node_of(request: LaunchRequest, host: Host, environment: dict[str, str], arguments: list[str]) -> dict[str, Any]:
@@ -80,6 +92,15 @@ def node_of(request: LaunchRequest, host: Host, environment: dict[str, str], arg
     command = [*ssh_command(request.cluster, host), f"exec bash -c {shlex.quote(script)} weft"]
     retry = request.cluster.max_nodes is not None
     return {"host": host.name, "environment": environment, "arguments": arguments, "command": command, "retry": retry}
+
+
+def connected(request: LaunchRequest, node: dict[str, Any]) -> dict[str, Any]:
+    """The node with a file that ssh makes once it is connected."""
+    path = request.launch_folder / f"connected-{node['environment']['NODE_RANK']}"
+    touch = f"touch {shlex.quote(str(path))}".replace("%", "%%")
+    ssh, *words = node["command"]
+    command = [ssh, "-o", "PermitLocalCommand=yes", "-o", f"LocalCommand={touch}", *words]
+    return {**node, "command": command, "connected": str(path)}
 
 
 def node_variables(request: LaunchRequest) -> list[dict[str, str]]:
@@ -97,6 +118,6 @@ def address_of(cluster: Cluster, host: Host) -> str:
     except FileNotFoundError:
         raise MachineError("there is no ssh here; install openssh-client") from None
     if done.returncode:
-        raise JobError(f"ssh refuses cluster.ssh.options: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+        raise JobError(f"ssh refuses cluster.ssh.options: {(done.stderr.strip().splitlines() or ['no message'])[0]}")
     names = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("hostname ")]
     return names[0] if names else host.name.rpartition("@")[2]

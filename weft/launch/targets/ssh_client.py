@@ -23,6 +23,9 @@ HOSTS_FILE = "hosts.json"
 FORWARDED = ("WEFT_SECRET",)
 """Variables of this process that nodes get; they are not in the hosts file."""
 SSH_FAILED = 255
+START_S = 60.0
+"""A node that is refused within this time has not begun, and the others would wait for it."""
+REFUSED = (Exit.JOB, Exit.FIT, Exit.MACHINE)
 RETRY_S = 15.0
 """How long after a failed connection an elastic run tries the host again."""
 
@@ -65,22 +68,33 @@ def main() -> int:
     for number in handled_signals():
         signal.signal(number, forward)
     for node in nodes:
+        Path(node["connected"]).unlink(missing_ok=True)
         processes.append(start_node(node))
         for earlier in received:
             _write(processes[-1], str(int(earlier)))
     failed: dict[int, float] = {}
+    began, missing = time.monotonic(), 0
     while any(process.poll() is None for process in processes):
         for index, process in enumerate(processes):
+            early = not missing and not nodes[index]["retry"] and time.monotonic() - began < START_S
+            if early and process.poll() in REFUSED:
+                missing = int(process.returncode)
+                forward(signal.SIGTERM, None)
             if process.poll() != SSH_FAILED:
                 continue
             if index not in failed:
                 failed[index] = time.monotonic()
-                print(f"weft: the ssh connection to {nodes[index]['host']} failed", file=sys.stderr, flush=True)
+                never = not nodes[index]["retry"] and not Path(nodes[index]["connected"]).exists()
+                why = f"; the run needs all {len(nodes)} hosts to start" if never else ""
+                print(f"weft: the ssh connection to {nodes[index]['host']} failed{why}", file=sys.stderr, flush=True)
+                if never and not missing:
+                    missing = int(Exit.MACHINE)
+                    forward(signal.SIGTERM, None)
             if nodes[index]["retry"] and not received and time.monotonic() - failed[index] > RETRY_S:
                 processes[index] = start_node(nodes[index])
                 del failed[index]
         time.sleep(0.1)
-    return run_code([process.returncode for process in processes])
+    return missing or run_code([process.returncode for process in processes])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.hardware.network import GLOO, NCCL
 from weft.job.cluster import Cluster
-from weft.job.errors import JobError
+from weft.job.errors import Exit, JobError
 from weft.job.launch.settings import LaunchSettings
 from weft.job.load import dump_yaml
 from weft.job.run_folder import RunDir
@@ -102,14 +102,15 @@ class LaunchRequest:
         """Shell lines that a node runs: the set-up lines, the environment, and a command in the run's folder."""
         exports = [f"export {name}={shlex.quote(value)}" for name, value in self.environment().items()]
         workdir, folder = shlex.quote(self.workdir), shlex.quote(str(self.launch_folder))
+        last = [_check_command(command[0]), f'exec {shlex.join(command)} "$@"']
         if self.job.checkpoint.to:
-            return "\n".join([*self.cluster.setup, *exports, self._make_folder(), f'exec {shlex.join(command)} "$@"'])
+            return "\n".join([*self.cluster.setup, *exports, self._make_folder(), *last])
         missing = (
             f"the folder {self.workdir} or the run folder is not on $(hostname): use a folder that all nodes share for "
             "the run (runs_dir, cluster.workdir), or a store (checkpoint.to)"
         )
         check = f'cd {workdir} 2>/dev/null && [ -d {folder} ] || {{ echo "weft: {missing}" >&2; exit 4; }}'
-        return "\n".join([*self.cluster.setup, *exports, check, f'exec {shlex.join(command)} "$@"'])
+        return "\n".join([*self.cluster.setup, *exports, check, *last])
 
     def _make_folder(self) -> str:
         """Shell lines that make the run folder of a node that shares no disk, and write the job there."""
@@ -177,6 +178,13 @@ class LaunchRecord:
             return None
 
 
+def _check_command(name: str) -> str:
+    """A shell line that ends with the code of a machine that is not ready where a program is missing."""
+    hint = "set cluster.python, or load it in cluster.setup"
+    missing = f'echo "weft: there is no "{shlex.quote(name)}" on $(hostname): {hint}" >&2; exit {int(Exit.MACHINE)}'
+    return f"command -v {shlex.quote(name)} >/dev/null || {{ {missing}; }}"
+
+
 def launch_folder(run: RunDir) -> Path:
     return run.path / "launch"
 
@@ -214,6 +222,10 @@ class Target(ABC):
     def complete(self, section: dict[str, Any]) -> dict[str, Any]:
         """The fields of `cluster` with what the target knows itself, such as the nodes of a hostfile."""
         return section
+
+    def changes(self, cluster: Cluster) -> dict[str, list[str]]:
+        """Changes to the job of runs that are launched together, by the setting that names them."""
+        return {}
 
     @abstractmethod
     def build(self, request: LaunchRequest) -> Submission:

@@ -181,6 +181,8 @@ class NodeSupervisor(Supervisor):
             return None
         if decision is None and self.attempt.number:
             return self.wait_to_rejoin(now)
+        if decision is None and self.board["stop"]:  # its ranks have not begun
+            return self.end(self.board["stop"], ["stopped while it waited for the other nodes"])
         if decision is None and now - self.since > self.settings.gather_s and (absent := self.nodes.missing()):
             missing = ", ".join(map(str, absent))
             shared = self.run.shared(self.job.checkpoint.to)
