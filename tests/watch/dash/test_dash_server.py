@@ -1,5 +1,6 @@
 """The dashboard's JSON, its access rules, and run folders that try to misuse it."""
 
+import io
 import json
 import os
 import urllib.error
@@ -10,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from weft.cli.views.dash import render
 from weft.job.errors import MachineError
 from weft.job.run_folder import RunDir
+from weft.watch.dash.run_catalog import RunCatalog
 from weft.watch.dash.serve import is_loopback, serve
 from weft.watch.journal import Journal
 
@@ -43,6 +47,7 @@ def test_documented_json(tmp_path: Path, make_run: Callable[..., RunDir], dashbo
         found = get(f"{url}/api/runs/sweep/one/metrics?from=100&points=50")
         assert found["run"] == "sweep/one" and found["columns"]["step"] == list(range(100, 121))
         assert len(get(f"{url}/api/runs/sweep/one/metrics?points=10")["columns"]["loss"]) == 10
+        assert get(f"{url}/api/runs/two/metrics?points=1")["columns"]["step"] == [40]
         assert set(get(f"{url}/api/runs/two/metrics?keys=loss,lr")["columns"]) == {"step", "loss", "lr"}
         events = get(f"{url}/api/runs/two/events")["events"]
         assert [e["event"] for e in events][:2] == ["start", "eval"] and events[1]["val_loss"] == 5.61
@@ -51,6 +56,24 @@ def test_documented_json(tmp_path: Path, make_run: Callable[..., RunDir], dashbo
         assert status(f"{url}/api/runs/three/metrics") == 404
         assert status(f"{url}/api/runs/two/metrics?from=-1") == status(f"{url}/api/runs/two/metrics?points=x") == 400
         assert status(f"{url}/api/runs", method="POST") == status(f"{url}/api/runs", method="DELETE") == 405
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (20, "run step"),
+        (40, "run status step loss"),
+        (160, "run status step loss val tokens/s MFU memory changed"),
+    ],
+)
+def test_text_has_the_columns_that_fit(tmp_path: Path, make_run: Callable[..., RunDir], width: int, shown: str) -> None:
+    make_run(tmp_path / "a name that is longer than most names of runs", steps=40)
+    console = Console(width=width, file=io.StringIO(), force_terminal=False)
+    with console.capture() as printed:
+        console.print(render(RunCatalog([tmp_path]), width))
+    lines = printed.get().splitlines()
+    assert lines[0].split() == shown.split() and lines[1].startswith("a name") and "40/120" in lines[1]
+    assert max(map(len, lines)) <= width
 
 
 def test_stream_reports_a_new_run(

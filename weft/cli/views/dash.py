@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -23,6 +24,9 @@ CURVES = {
     "lr": "{:.2e}", "peak_memory_gib": "{:.2f} GiB", "comm_share": "{:.1%}",
 }  # fmt: skip
 """Columns that are shown, and the form of their values."""
+LEFT_OUT = ("memory", "MFU", "changed", "val", "tokens/s", "status", "loss")
+"""Columns that narrow terminals do not show, the first one first."""
+MIN_NAME_WIDTH, FILE_WIDTH = 16, 160
 BLOCKS = "▁▂▃▄▅▆▇█"
 TONES = {"good": "green", "bad": "red", "open": "cyan"}
 
@@ -34,7 +38,8 @@ def show_runs(roots: Sequence[Path]) -> None:
 
     catalog, console = RunCatalog(roots), Console()
     if not sys.stdout.isatty():
-        console.print(render(catalog, 160))
+        console = Console(width=None if "COLUMNS" in os.environ else FILE_WIDTH)
+        console.print(render(catalog, console.width))
         return
     try:
         with Live(render(catalog, console.width), console=console, screen=True, auto_refresh=False) as live:
@@ -54,23 +59,43 @@ def render(catalog: RunCatalog, width: int) -> RenderableType:
     rows = catalog.summaries()
     if not rows:
         return Text(f"no run in {', '.join(map(str, catalog.roots))}; weft train demo makes one")
+    cells = [_cells(row) for row in rows[:MAX_ROWS]]
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("run", "status", "step", "loss", "val", "tokens/s", "MFU", "memory", "changed"):
-        table.add_column(
-            name, justify="left" if name in ("run", "status") else "right", no_wrap=True, overflow="ellipsis"
-        )
-    for row in rows[:MAX_ROWS]:
-        steps = f"/{row['steps']:.0f}" if row["steps"] else ""
-        table.add_row(
-            Text(_printable(row["name"]), style="bold"),
-            Text(row["status"], style="green" if row["live"] else TONES.get(row["tone"], "")),
-            f"{'–' if row['step'] is None else row['step']}{steps}", _form("{:.4g}", row["loss"]),
-            _form("{:.4g}", row["val_loss"]), human(row["tokens_per_s"]), _form("{:.1%}", row["mfu"]),
-            _form("{:.2f} GiB", row["peak_memory_gib"]), f"{duration(time.time() - row['updated'])} ago",
-        )  # fmt: skip
+    shown = _columns(cells, width)
+    for name, size in shown.items():
+        text = name in ("run", "status")
+        table.add_column(name, justify="left" if text else "right", no_wrap=True, overflow="ellipsis", width=size)
+    for row, cell in zip(rows, cells, strict=False):
+        tone = "green" if row["live"] else TONES.get(row["tone"], "")
+        styles = {"run": "bold", "status": tone}
+        table.add_row(*(Text(cell[name], style=styles.get(name, "")) for name in shown))
     left = [Text(f"and {len(rows) - MAX_ROWS} more", style="dim")] if len(rows) > MAX_ROWS else []
     entry = catalog.get(rows[0]["name"])
     return Group(table, *left, Text(""), *(_curves(entry, width) if entry else ()))
+
+
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    """The texts of a run's row, by column."""
+    steps = f"/{row['steps']:.0f}" if row["steps"] else ""
+    return {
+        "run": _printable(row["name"]), "status": row["status"],
+        "step": f"{'–' if row['step'] is None else row['step']}{steps}", "loss": _form("{:.4g}", row["loss"]),
+        "val": _form("{:.4g}", row["val_loss"]), "tokens/s": human(row["tokens_per_s"]),
+        "MFU": _form("{:.1%}", row["mfu"]), "memory": _form("{:.2f} GiB", row["peak_memory_gib"]),
+        "changed": f"{duration(time.time() - row['updated'])} ago",
+    }  # fmt: skip
+
+
+def _columns(cells: list[dict[str, str]], width: int) -> dict[str, int]:
+    """The columns that a terminal has room for, and their widths; names of runs may be cut."""
+    wide = {name: max(len(name), *(len(cell[name]) for cell in cells)) for name in cells[0]}
+    names, wide["run"] = wide["run"], min(wide["run"], MIN_NAME_WIDTH)
+    for name in LEFT_OUT:
+        if sum(wide.values()) + 2 * (len(wide) - 1) <= width:
+            break
+        del wide[name]
+    rest = width - sum(wide.values()) - 2 * (len(wide) - 1)
+    return {**wide, "run": max(4, min(names, wide["run"] + rest))}
 
 
 def _curves(entry: RunEntry, width: int) -> Iterable[RenderableType]:
@@ -82,7 +107,8 @@ def _curves(entry: RunEntry, width: int) -> Iterable[RenderableType]:
         values = [v for v in columns.get(key, ()) if v is not None]
         if values:
             ends = f"{form.format(values[0])} → {form.format(values[-1])}"
-            yield Text.assemble((f"{key:16}", "dim"), (sparkline(values, max(10, width - 50)), "cyan"), f"  {ends}")
+            curve = sparkline(values, max(4, width - 18 - max(len(ends), 24)))
+            yield Text.assemble((f"{key:16}", "dim"), (curve, "cyan"), f"  {ends}", no_wrap=True, overflow="ellipsis")
     for event in read_events(entry.folder)[-LAST_EVENTS:]:
         step = "" if event["step"] is None else f" step {event['step']:.0f}"
         tone = "red" if event["event"] in ("fault", "diverged", "failed", "alert") else "dim"

@@ -104,7 +104,7 @@ class _Dash:
         assert start is not None and points is not None
         if entry.series.unread() > SPARSE_BYTES:
             self.reader.request(entry.series)
-        found = entry.series.query(start, stop, min(max(points, 2), MAX_POINTS))
+        found = entry.series.query(start, stop, min(max(points, 1), MAX_POINTS))
         if keys := request.query_params.get("keys"):
             wanted = {"step", *keys.split(",")}
             for part in ("columns", "min", "max"):

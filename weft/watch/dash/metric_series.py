@@ -216,7 +216,9 @@ class MetricSeries:
         """Columns of the steps in [start, stop]: every record if there are at most `points`, else at most `points`
         means with `min` and `max`. A large file that was not read yet gives a sample of its records (`exact` false)."""
         if self.unread() > SPARSE_BYTES:
-            records = [r for r in self.sample(points) if r["step"] >= start and (stop is None or r["step"] <= stop)]
+            records = [
+                r for r in self.sample(max(points, 2)) if r["step"] >= start and (stop is None or r["step"] <= stop)
+            ]
             return answer_of(records[-points:], exact=False, read=self.offset)
         self.update()
         with self.lock:

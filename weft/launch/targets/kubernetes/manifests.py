@@ -7,6 +7,7 @@ from typing import Any
 from weft.job.errors import Exit
 from weft.job.load import dump_yaml
 from weft.launch.targets.kubernetes.pod import FATAL, labels, object_name, pod_template, workdir
+from weft.launch.targets.kubernetes.value_syntax import check_values
 from weft.launch.targets.target import SUBMITTED_JOB, LaunchRequest
 
 Manifest = dict[str, Any]
@@ -15,6 +16,7 @@ REPLICATED_JOB = "node"
 
 def build_manifests(request: LaunchRequest) -> list[Manifest]:
     """All objects of a run, in the order in which they are created; the last one is the workload."""
+    check_values(request)
     shared = [_config_map(request), _network_policy(request)]
     return [*shared, *BUILDERS[request.cluster.kubernetes.kind](request)]
 
