@@ -31,7 +31,7 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 60
 STARVED_TRAIN = {"steps": 24, "global_batch": 16, "eval_every": 0}
-LINK_TRAIN = {"steps": 36, "global_batch": 16, "eval_every": 0}
+LINK_TRAIN = {"steps": 26, "global_batch": 4, "eval_every": 0}
 LINK_MBIT = (20, 50, 100)
 SLOW_DATASET = '''
 """A dataset whose samples take a while."""

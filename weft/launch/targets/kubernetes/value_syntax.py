@@ -11,21 +11,21 @@ from weft.launch.targets.kubernetes.pod import claims
 from weft.launch.targets.target import LaunchRequest
 
 
-class Form(NamedTuple):
+class ValueForm(NamedTuple):
     """The form of a value, and an example of it."""
 
     pattern: str
     example: str
 
 
-NAME = Form(r"(?=.{1,253}$)[a-z0-9]([a-z0-9.-]*[a-z0-9])?", "my-claim (lower-case letters, digits, dashes)")
-NAMESPACE = Form(r"(?=.{1,63}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?", "my-team (lower-case letters, digits, dashes)")
-LABEL_VALUE = Form(r"(?=.{0,63}$)([A-Za-z0-9]([\w.-]*[A-Za-z0-9])?)?", "a100 (letters, digits, dashes)")
-QUALIFIED_NAME = Form(
+NAME = ValueForm(r"(?=.{1,253}$)[a-z0-9]([a-z0-9.-]*[a-z0-9])?", "my-claim (lower-case letters, digits, dashes)")
+NAMESPACE = ValueForm(r"(?=.{1,63}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?", "my-team (lower-case letters, digits, dashes)")
+LABEL_VALUE = ValueForm(r"(?=.{0,63}$)([A-Za-z0-9]([\w.-]*[A-Za-z0-9])?)?", "a100 (letters, digits, dashes)")
+QUALIFIED_NAME = ValueForm(
     r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?", "nvidia.com/gpu.product"
 )
-QUANTITY = Form(r"(?=.*[1-9])[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i|[eE][0-9]+)?", "8, 500m or 64Gi")
-IMAGE = Form(
+QUANTITY = ValueForm(r"(?=.*[1-9])[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i|[eE][0-9]+)?", "8, 500m or 64Gi")
+IMAGE = ValueForm(
     r"([A-Za-z0-9.-]+(:[0-9]+)?/)?[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*(:\w[\w.-]{0,127})?"
     r"(@sha256:[0-9a-f]{64})?",
     "registry.example.com/weft:1.0",
@@ -42,7 +42,7 @@ def check_values(request: LaunchRequest) -> None:
         raise JobError(f"cluster.volumes mounts two volumes at {twice}; give each a path of its own")
 
 
-def _values(request: LaunchRequest) -> Iterator[tuple[str, str, Form]]:
+def _values(request: LaunchRequest) -> Iterator[tuple[str, str, ValueForm]]:
     cluster, options = request.cluster, request.cluster.kubernetes
     single = {
         "namespace": NAMESPACE, "priority_class": NAME, "queue": NAME, "queue_priority": NAME, "cpu": QUANTITY,
