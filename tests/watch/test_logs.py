@@ -46,6 +46,12 @@ def test_each_rank_has_a_full_file_that_grows(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "logs").iterdir()] == ["rank-3.log"]
 
 
+def test_a_full_disk_prints_no_traceback(tmp_path: Path) -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (5, 5))"
+    done = python(tmp_path, "-c", limit + SAY, str(tmp_path), "0")
+    assert (done.code, done.err) == (0, "some news\n[rank 0 dp_shard1 tp0] WARNING: a worry: 3 %\n")
+
+
 def test_only_the_weft_logger_is_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = logging.getLogger()
     before = (root.level, list(root.handlers))

@@ -159,8 +159,9 @@ class Loader:
     def _take(self) -> _Step:
         with self._changed:
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._read_ahead, name="weft-loader", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._read_ahead, name="weft-loader", daemon=True)
+                thread.start()  # which fails where a limit of the system is reached
+                self._thread = thread
             self._changed.wait_for(lambda: self._ready or self._error is not None or self._closed)
             if self._closed:
                 raise StopIteration

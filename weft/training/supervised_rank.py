@@ -15,7 +15,7 @@ import sys
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from weft.job.errors import Exit, WeftError
 from weft.job.load import load_job
@@ -24,6 +24,7 @@ from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.attempt import Attempt, read_attempt
 from weft.supervisor.diagnosis import STACK_SIGNAL
+from weft.supervisor.failure_report import write_failure
 from weft.supervisor.fork_server import serve
 from weft.supervisor.heartbeat import BoardHeartbeat, Fenced
 from weft.supervisor.local_ranks import die_with_parent
@@ -206,12 +207,27 @@ def read_plan(run: RunDir) -> Plan:
     return Plan.from_json(json.loads(run.plan.read_text(encoding="utf-8")))
 
 
+def explain_import(run: RunDir, error: BaseException) -> NoReturn:
+    """End the fork server, for which no rank could be forked, with a failure record; nothing else may need memory."""
+    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    why = f"the ranks cannot import torch ({what}); `ulimit -a` shows the limits of this shell"
+    cause = {
+        "rank": 0, "position": "", "time": time.time(), "kind": "MachineError", "message": why, "where": "",
+        "expected": True, "echo": False, "machine": False, "code": int(Exit.MACHINE),
+    }  # fmt: skip
+    write_failure(run, 0, cause)
+    os._exit(Exit.MACHINE)
+
+
 def main(hook: Hook | None = None) -> int:
     die_with_parent()
     run = RunDir(Path(sys.argv[1]))
     if "WEFT_FORK_SERVER" in os.environ:
         set_process_name("weft-forkserver")
-        import_training(run)
+        try:
+            import_training(run)
+        except (ImportError, MemoryError, OSError) as error:
+            explain_import(run, error)
         from weft.comm.teardown import freeze_imports
         from weft.models.kernel_internals import hash_triton
 

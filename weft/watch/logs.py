@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from typing import Any, TextIO
@@ -36,7 +37,14 @@ def setup(run: RunDir, rank: int, position: str, world: int) -> logging.Logger:
 
 
 class _File(logging.FileHandler):
-    """Marks the handler as created here, so that setup() can replace it."""
+    """Writes to a rank's log. Lines that a full disk does not accept are lost; the console has warnings."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Print no traceback for each line."""
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 class _Console(logging.StreamHandler[TextIO]):
