@@ -98,3 +98,19 @@ def _check(raw: Any, made: Any) -> None:
         asked = why_not(made, f"{axes} zero={plan.zero} microbatch={plan.microbatch}" if plan.dp_shard > 1 else axes)
         assert asked["verdict"] in ("as fast", "faster", "slower", "fits"), (raw, asked)
         assert asked["step_time_s"] <= output["step_time_s"] * (1 + TIME_TOLERANCE), (raw, asked)
+
+
+def test_runners_up_have_their_states_where_a_run_would_keep_them() -> None:
+    raw: Any = {
+        "model": "llama-1b", "data": {"source": "synthetic", "seq_len": 2048}, "train": {"global_batch": 16},
+        "cluster": {"device": "rtx-4090", "nodes": 1, "devices_per_node": 4},
+        "memory": {"offload": "states", "host_gib": 64},
+    }  # fmt: skip
+    made = survey(start_plan(parse_job(raw)), top=4, front=False, beyond=False)
+    assert len(made.runner_ups) == 3
+    for other in made.runner_ups:
+        printed = estimate_job(made.job, other.plan)
+        assert printed["peak_memory_gib"] == pytest.approx(other.peak_gib, rel=1e-9), other.plan.layout()
+        assert printed["step_time_s"] == pytest.approx(other.raw_step_time_s, rel=1e-9), other.plan.layout()
+        assert made.estimate["step_time_s"] <= other.raw_step_time_s * (1 + TIME_TOLERANCE)
+        assert other.plan.homes and other.peak_gib <= made.found.estimator.limit_gib

@@ -158,8 +158,12 @@ def test_tables_of_other_spreadsheets(tmp_path: Path) -> None:
         "32,4096,32,8192,,8,1,9000",
         ",,,,,,,",
     ]
-    path.write_text(head + "\n".join(lines) + "\n", encoding="utf-8-sig")
+    text = head + "\n".join(lines) + "\n"
+    path.write_text(text.replace(",", ";"), encoding="utf-8-sig")
+    separated = score_table(path)
+    path.write_text(text, encoding="utf-8-sig")
     output = score_table(path)
+    assert separated == output
     assert output["overall"]["step_time"]["rows"] == 2 and list(output["sources"]) == ["unnamed"]
     assert output["skipped"] == {
         "the model's shape is not given": 1,

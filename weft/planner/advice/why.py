@@ -9,6 +9,7 @@ from weft.planner.schedules.registry import SCHEDULE_NAMES
 from weft.planner.search.candidates import RECOMPUTES, Layouts
 from weft.planner.search.frontier import TIME_TOLERANCE, complexity
 from weft.planner.search.search import LayoutSearch, SearchResult
+from weft.planner.time.step import Estimates
 
 AXES = ("pp", "tp", "cp", "ep")
 TIME_WORDS = {
@@ -118,21 +119,19 @@ def _schedule(search: LayoutSearch, one: Layouts, best: float, limit: float) -> 
     return [f"{name}: 1f1b with the same degrees {lacks}"] if lacks else []
 
 
-def compare(found: SearchResult, layouts: Layouts, i: int) -> str:
-    """Layout i compared with the best: its time and, where that is about the same, its memory and complexity."""
-    both = Layouts.join([found.layouts.take([0]), layouts.take([i])])
-    made = found.estimator.estimate(both)
-    best, time = (float(t) for t in made.step_time_s)
+def compare(chosen: Estimates, other: Estimates) -> str:
+    """A layout compared with the best: its time and, where that is about the same, its memory and complexity."""
+    best, time = float(chosen.step_time_s[0]), float(other.step_time_s[0])
     gap = relative_difference(time, best)
     if gap >= TIME_TOLERANCE:
-        parts = {name: float(v[1] - v[0]) for name, v in made.time.items()}
+        parts = {name: float(v[0] - chosen.time[name][0]) for name, v in other.time.items()}
         worst = max(parts, key=lambda name: parts[name])
         return f"{percent(gap)} slower: {seconds(parts[worst])} more in {TIME_WORDS.get(worst, worst)}"
     words = [slower_or_faster(time, best)]
-    more = gib_difference(float(made.peak_gib[1]), float(made.peak_gib[0]))
+    more = gib_difference(float(other.peak_gib[0]), float(chosen.peak_gib[0]))
     if more:
         words.append(f"needs {gib(abs(more))} GiB {'more' if more > 0 else 'less'}")
-    steps = complexity(both)
+    steps = complexity(Layouts.join([chosen.layouts, other.layouts]))
     if gap >= 0 and steps[1] > steps[0]:
         words.append("less simple")
     return ", ".join(words)

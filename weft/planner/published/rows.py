@@ -77,7 +77,9 @@ def read_table(path: Path) -> tuple[list[PublishedRun], dict[str, int]]:
         raise JobError(f"--table {path}: no such file")
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte-order mark
-            reader = csv.DictReader(file)
+            head = file.readline()
+            file.seek(0)
+            reader = csv.DictReader(file, delimiter=max(",;\t", key=head.count))
             columns = [(name or "").strip() for name in reader.fieldnames or []]
             reader.fieldnames = columns
             lines = list(reader)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.job.errors import JobError
+from weft.job.errors import FitError, JobError
 from weft.job.schema import Job
 from weft.planner.advice.goodput import Goodput, goodput
 from weft.planner.advice.other_settings import Gain, gains_of_other_settings
@@ -16,12 +16,14 @@ from weft.planner.advice.why import compare, reasons
 from weft.planner.calibration import Calibration
 from weft.planner.estimate import POWER_OVERHEAD, POWER_SHARE, estimate_job
 from weft.planner.estimator import make_estimator
-from weft.planner.make_plan import PlanStart, complete_or_advise
+from weft.planner.make_plan import PlanStart, complete_or_advise, complete_plan
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
 from weft.planner.rules.table import RUNNABLE
+from weft.planner.search.candidates import Layouts
 from weft.planner.search.choose import keep_pinned, plan_space
 from weft.planner.search.search import LayoutSearch, SearchResult
+from weft.planner.time.step import Estimates
 
 NODE_FRACTIONS = (1, 2, 4, 8)
 """The front also includes the same run on this many times fewer nodes."""
@@ -117,7 +119,8 @@ def survey(
     if len(found) == 0:
         return Survey(job, chosen, start, search, found, estimate, _goodput(job, chosen, 1.0))
     kept = _goodput(job, chosen, estimate["step_time_s"])
-    others = [_point(start, found, int(i), compare(found, found.layouts, int(i))) for i in found.best(top)[1:]]
+    first, *rest = (_placed(start, found, int(i)) for i in found.best(top))
+    others = [_point(start, found, *each, compare(first[1], each[1])) for each in rest if each and first]
     others.sort(key=lambda point: point.raw_step_time_s)
     refused = tuple(text for rule in RUNNABLE if (text := rule(job, chosen)))
     gains = tuple(gains_of_other_settings(search, found)) if beyond else ()
@@ -143,12 +146,26 @@ def run_cost(start: PlanStart, found: SearchResult, seconds: float, world: int) 
     return (None if price is None else price * world * hours), kwh
 
 
-def _point(start: PlanStart, found: SearchResult, i: int, lacks: str = "") -> Point:
+def _placed(start: PlanStart, found: SearchResult, i: int) -> tuple[Plan, Estimates] | None:
+    """Layout i and its estimate, with the homes of its states; None where these do not fit."""
     plan = replace(found.layouts.plan(i, start.plan), nodes=start.job.cluster.nodes)
-    raw = float(found.times[i])
+    if not plan.tiered:
+        return plan, found.estimator.estimate(found.layouts.take([i]))
+    try:
+        plan = complete_plan(start, keep_pinned(start.job, start.plan, plan), ())[1]
+    except (FitError, JobError):
+        return None
+    estimator = make_estimator(
+        start.job, plan, start.world, start.device, start.memory_gib, found.estimator.calibration
+    )
+    return plan, estimator.estimate(Layouts.one(plan))
+
+
+def _point(start: PlanStart, found: SearchResult, plan: Plan, made: Estimates, lacks: str = "") -> Point:
+    raw = float(made.step_time_s[0])
     seconds = raw / _goodput(start.job, plan, raw).share
     usd, kwh = run_cost(start, found, seconds, plan.world)
-    return Point(plan, plan.nodes, seconds, raw, float(found.peaks[i]), usd, kwh, lacks)
+    return Point(plan, plan.nodes, seconds, raw, float(made.peak_gib[0]), usd, kwh, lacks)
 
 
 def on_fewer_nodes(start: PlanStart, times: int) -> PlanStart | None:
@@ -174,7 +191,8 @@ def _front(made: Survey, calibration: Calibration) -> tuple[Point, ...]:
             estimator = make_estimator(start.job, start.plan, start.world, start.device, start.memory_gib, calibration)
             found = LayoutSearch(plan_space(start.job, start.plan, start.world), estimator).find()
         if len(found):
-            points += [_point(start, found, int(i)) for i in _front_indices(found)]
+            placed = (_placed(start, found, i) for i in _front_indices(found))
+            points += [_point(start, found, *each) for each in placed if each]
     return tuple(_sample_front(pareto_points(points)))
 
 
