@@ -14,9 +14,10 @@ from weft.job import JobError, load_job
 from weft.job.errors import FitError
 from weft.job.token_files import read_meta
 from weft.launch.rank_pool import RankPool
+from weft.planner import make_plan
 from weft.training.export import tokenizer_file
 from weft.verify.compare import Trace, compare
-from weft.verify.prove import prove, small
+from weft.verify.prove import Judge, _run, prove, small, with_layout
 
 
 def test_layouts_are_proven_and_refused(pool: RankPool) -> None:
@@ -112,3 +113,21 @@ def test_a_proof_that_does_not_fit_is_refused_before_it_starts() -> None:
     job = load_job("tiny", ["model=deepseek-v3-671b"])
     with pytest.raises(FitError, match=r"model of 671\.\dB parameters over 3 steps needs .* GiB .*; --shrink proves"):
         prove(job, ["tp2"])
+
+
+def test_one_process_in_fp32_shows_what_rounding_explains(pool: RankPool, tmp_path: Path) -> None:
+    """It is run once, after the first layout in bf16 that differs, and does not excuse a wrong size."""
+    job = with_layout(make_job("precision=bf16"), {"dp_replicate": 1, "dp_shard": 1})
+    plan = make_plan(job)[1]
+    reference = _run(pool, job, 1, 1, str(tmp_path))
+    judge = Judge(pool, job, plan, 1, str(tmp_path), reference)
+    assert judge.verdict("", {"dp_replicate": 2, "dp_shard": 1}).verdict == "same" and judge.exact is None
+    judge.reference = replace(reference, gradients=[{n: 2 * g for n, g in reference.gradients[0].items()}])
+    found = judge.verdict("", {"dp_replicate": 2, "dp_shard": 1})
+    assert found.verdict == "differs" and found.rounding_diff is not None and found.rounding_diff > 0
+    exact = judge.exact
+    assert exact is not None and not torch.equal(
+        exact.gradients[0]["norm.weight"], reference.gradients[0]["norm.weight"]
+    )
+    assert judge.verdict("", {"dp_replicate": 1, "dp_shard": 2, "zero": 3}).verdict == "differs"
+    assert judge.exact is exact
