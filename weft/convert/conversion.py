@@ -13,6 +13,8 @@ from weft.job.errors import JobError
 from weft.job.load import apply_overrides, parse_job
 from weft.job.schema import Job
 
+ADDED = frozenset(("watch.trackers",))
+"""Fields to which several settings add."""
 COMBINED: dict[tuple[str, frozenset[Any]], Any] = {("memory.offload", frozenset({"states", "activations"})): "all"}
 """Job fields of which one value holds what two settings say."""
 UNKNOWN = Result(note="not in the table", status="unknown")
@@ -111,7 +113,7 @@ def apply_table(
         notes = [result.note] if result.note else []
         result = _combined(result, given)
         for job_field, new in result.job.items():
-            if job_field in given and given[job_field][1] != new:
+            if job_field in given and given[job_field][1] != new and job_field not in ADDED:
                 notes.append(f"replaces {_text(given[job_field][1])} of {given[job_field][0]}")
         try:
             raw = _with(raw, result.job)
@@ -144,6 +146,8 @@ def apply_table(
 
 def _combined(result: Result, given: Mapping[str, tuple[str, Any]]) -> Result:
     """The result, with values that also say what an earlier setting said."""
+    added = {name: given[name][1] for name in ADDED & given.keys() & result.job.keys()}
+    result = replace(result, job=result.job | {n: list(dict.fromkeys((*v, *result.job[n]))) for n, v in added.items()})
     job = {
         name: COMBINED.get((name, frozenset({value, given[name][1]})), value)
         if name in given and not isinstance(value, list | dict)

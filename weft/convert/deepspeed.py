@@ -177,7 +177,7 @@ TABLE: dict[str, Rule] = {
     "tensor_parallel.autotp_size": to("parallel.tp"),
     "tensor_parallel.*": unneeded("the table of the model's parts says how its layers are split"),
     "sequence_parallel_size": partly(to("parallel.cp"), "Ulysses; parallel.cp_style chooses ring, ulysses or hybrid"),
-    "pipeline.stages": choice({"auto": {}}),
+    "pipeline.stages": to("parallel.pp"),
     "pipeline.partition": unneeded("Weft splits layers by their cost"),
     "pipeline.activation_checkpoint_interval": _checkpoint_every,
     "pipeline.*": unneeded("Weft's pipeline schedules do this as they need"),
