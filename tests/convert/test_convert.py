@@ -22,8 +22,8 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepspeed",
         {
             "train.global_batch": 32, "train.microbatch": 4, "train.steps": 2000, "optim.lr": 3e-4, "optim.warmup": 100,
-            "optim.schedule": "linear", "parallel.zero": 3, "memory.offload": "states", "precision": "bf16", "parallel.pp": 2,
-            "watch.trackers": ["tensorboard", "wandb"],
+            "optim.schedule": "linear", "parallel.zero": 3, "memory.offload": "states", "precision": "bf16",
+            "parallel.pp": 2, "watch.trackers": ["tensorboard", "wandb"],
         },
     ),
     "hf_zero3.json": ("deepspeed", {"parallel.zero": 3, "memory.disk": "/local_nvme", "precision": "auto"}),
