@@ -146,13 +146,16 @@ def apply_table(
 
 def _combined(result: Result, given: Mapping[str, tuple[str, Any]]) -> Result:
     """The result, with values that also say what an earlier setting said."""
-    added = {name: given[name][1] for name in ADDED & given.keys() & result.job.keys()}
-    result = replace(result, job=result.job | {n: list(dict.fromkeys((*v, *result.job[n]))) for n, v in added.items()})
-    job = {
+    together: dict[str, Any] = {
+        name: list(dict.fromkeys((*given[name][1], *result.job[name])))
+        for name in ADDED & given.keys() & result.job.keys()
+    }
+    job = together | {
         name: COMBINED.get((name, frozenset({value, given[name][1]})), value)
         if name in given and not isinstance(value, list | dict)
         else value
         for name, value in result.job.items()
+        if name not in together
     }
     return replace(result, job=job)
 
