@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from weft.job.errors import Exit, JobError
+from weft.job.errors import Exit, JobError, WeftError
 from weft.job.run_folder import RunDir, find_run
 from weft.launch.policy import policy_process
 from weft.launch.queue.listing import claims_of_runs
 from weft.launch.queue.records import Request
 from weft.launch.targets.known_targets import TARGETS, find_target
-from weft.launch.targets.target import JobState, LaunchRecord, launch_folder
+from weft.launch.targets.target import JobState, JobStatus, LaunchRecord, launch_folder
 from weft.watch.dash.run_catalog import RunEntry, find_runs
 
 COLUMNS = ("name", "state", "target", "job_id", "last_step", "steps", "nodes", "ranks", "claim")
@@ -52,7 +52,10 @@ def _row(name: str, path: Path) -> dict[str, Any]:
     waits = policy_process(launch_folder(RunDir(path))) is not None  # for the rule of launch.when
     if record is None or record.target not in TARGETS:
         return {**row, "state": "queued"} if waits else row
-    status = find_target(record.target).status(record)
+    try:
+        status = find_target(record.target).status(record)
+    except WeftError as error:  # such as settings of another version
+        status = JobStatus(JobState.LOST, detail=str(error))
     ended = "queued" if waits else EXIT_STATES.get(status.exit_code, "failed")
     states = {JobState.QUEUED: "queued", JobState.RUNNING: "running", JobState.ENDED: ended, JobState.LOST: "lost"}
     return {

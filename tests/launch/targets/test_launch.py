@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,28 @@ def test_run_of_weft_train_is_not_stopped(tmp_path: Path, in_process: InProcess)
     for command in ("stop", "attach"):
         refused = in_process(tmp_path, command, "by-train")
         assert (refused.code, "was started by weft train, not by weft launch" in refused.last) == (2, True)
+
+
+def test_damaged_records_and_a_controller_that_is_away(
+    tmp_path: Path, in_process: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = {"target": "slurm", "job_id": "7", "run": "", "host": "h", "submitted": 0, "nodes": 1, "ranks": 1}
+    for name, record in {
+        "good": good, "list": {**good, "target": ["slurm"]}, "none": [],
+        "settings": {**good, "settings": {"nodes": -3}},
+    }.items():  # fmt: skip
+        folder = tmp_path / "runs" / name / "launch"
+        folder.mkdir(parents=True)
+        (folder / "record.json").write_text(json.dumps(record))
+    scontrol = tmp_path / "scontrol"  # the real one tries for 18 s
+    scontrol.write_text("#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact slurm controller' >&2\nexit 1\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    rows = {row["name"]: row for row in json.loads(in_process(tmp_path, "runs", "--json").out)["runs"]}
+    assert {name: row["state"] for name, row in rows.items()} == {
+        "good": "running", "list": "not started", "none": "not started", "settings": "lost",
+    }  # fmt: skip
+    assert "Unable to contact" in rows["good"]["detail"] and "cluster.nodes=-3" in rows["settings"]["detail"]
 
 
 def test_refused_submission_leaves_no_files(

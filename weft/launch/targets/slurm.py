@@ -33,6 +33,8 @@ COMMAND_TIMEOUT_S, NODES_S = 60.0, 600.0
 """How long a command of Slurm may take, and one that waits for nodes."""
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "REQUEUE_FED")
 ACTIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STAGE_OUT", "SIGNALING", "RESIZING", "STOPPED")
+UNREACHABLE = ("contact slurm controller", "did not answer")
+"""What commands say while slurmctld does not answer."""
 ENDS = {
     "CANCELLED": Exit.INTERRUPTED,
     "TIMEOUT": Exit.PREEMPTED,
@@ -169,8 +171,9 @@ class SlurmTarget(Target):
             return JobStatus(JobState.ENDED, code)
         try:
             text = _run(["scontrol", "show", "job", "--oneliner", record.job_id], record.cluster)
-        except (JobError, MachineError) as error:
-            return JobStatus(JobState.LOST, detail=str(error))
+        except (JobError, MachineError) as error:  # a job outlives its controller, which may be restarted
+            away = any(text in str(error) for text in UNREACHABLE)
+            return JobStatus(JobState.RUNNING if away else JobState.LOST, detail=str(error))
         states = re.findall(r"\bJobState=(\w+)", text)
         reason = re.search(r"\bReason=(\S+)", text)
         if any(state in ACTIVE for state in states):

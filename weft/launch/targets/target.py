@@ -173,7 +173,9 @@ class LaunchRecord:
         """The record of a run; None if it was not launched or the file is damaged."""
         try:
             found = json.loads((launch_folder(run) / "record.json").read_text(encoding="utf-8"))
-            return cls(**{**found, "run": str(run.path.absolute())})
+            record = cls(**{**found, "run": str(run.path.absolute())})
+            named = all(isinstance(text, str) for text in (record.target, record.job_id, record.host))
+            return record if named and isinstance(record.settings, dict) else None
         except (OSError, ValueError, TypeError):
             return None
 
