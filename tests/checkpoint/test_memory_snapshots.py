@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -93,7 +94,6 @@ def test_large_ring_grows_by_one_file_a_copy(tmp_path: Path, monkeypatch: pytest
         ring.seal(step, {})
         assert len(list(tmp_path.glob("snap-0.*"))) == min(step, MIN_COPIES)
         assert ring.held() == list(range(max(1, step - MIN_COPIES + 1), step + 1))
-    assert ring.tick(1) and ring.preferred_interval() == AGREE_AFTER  # until steps have been measured
 
 
 def test_interval_is_kept_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,57 @@ def test_interval_is_kept_after_a_restart(tmp_path: Path, monkeypatch: pytest.Mo
     assert again.every == 2
     again.take(4, state(4), {})
     assert not again.tick(4)  # nothing to agree on yet
-    assert again.preferred_interval() == 2
+    again.agree([again.preferred_interval(), 9])  # this rank has measured no copy
+    assert again.every == 2 and [again.tick(step) for step in range(5, 9)] == [False, False, False, True]
+
+
+def test_interval_is_short_until_copies_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a large state are allocated for many steps, and an assumed rate would delay the first copy further."""
+    monkeypatch.setattr(snapshots, "LARGE_RING_BYTES", {"cuda": 1000, "cpu": 1000})
+    allocated = threading.Event()
+    real = snapshot_storage._memory
+    monkeypatch.setattr(snapshot_storage, "_memory", lambda path, size: allocated.wait() and real(path, size))
+    ring, tried = Snapshots(tmp_path, rank=0, world=1), []
+    ring.background = True
+    for step in range(1, 50):
+        if ring.due(step):
+            tried.append(step)
+            ring.take(step, state(step), {})
+            if step == 24:
+                allocated.set()
+                assert ring._allocator is not None
+                ring._allocator.join()
+            ring.seal(step, {})
+        if ring.tick(step):
+            ring.agree([ring.preferred_interval()])
+        if ring.held():
+            break
+    assert tried == [1, 8, 16, 24, 32] and ring.held() == [32]
+    assert ring.every == 1 and ring._measured  # a copy of some bytes costs nothing
+
+
+def test_the_only_snapshot_is_kept_until_another_file_is_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "LARGE_RING_BYTES", {"cuda": 1000, "cpu": 1000})
+    first = Snapshots(tmp_path, rank=0, world=1)
+    first.take(1, state(1), {})
+    first.seal(1, {})
+    allocated = threading.Event()
+    real = snapshot_storage._memory
+    monkeypatch.setattr(snapshot_storage, "_memory", lambda path, size: allocated.wait() and real(path, size))
+    again = Snapshots(tmp_path, rank=0, world=1)
+    again.load(1, state(0))
+    again.background = True
+    again.take(2, state(2), {})
+    assert again._open is None and again.held() == [1]
+    allocated.set()
+    assert again._allocator is not None
+    again._allocator.join()
+    again.take(3, state(3), {})
+    assert again.held() == [1]  # while the other one is written
+    again.seal(3, {})
+    assert again.held() == [1, 3]
 
 
 def test_weights_are_copied_before_the_next_update(tmp_path: Path) -> None:
@@ -158,18 +208,27 @@ def record_registrations(monkeypatch: pytest.MonkeyPatch, at_most: int = 1 << 30
 
 def test_memory_is_page_locked_by_regions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One call for all of it would block the training thread; a copy may not cross from one region into the next."""
-    monkeypatch.setattr(snapshot_storage, "REGION_BYTES", 10_000)
-    shards = {f"model.{i}": torch.full((size,), i) for i, size in enumerate((100, 3000, 5, 700, 900, 2))}
+    monkeypatch.setattr(snapshot_storage, "REGION_BYTES", 1 << 12)
+    sizes = ((100,), (3000,), (), (7, 100), (9,), (2048,), (0,))
+    shards = {f"model.{i}": torch.randn(size) for i, size in enumerate(sizes)}
+    shards["model.t"] = torch.randn(50, 60).T
     table = snapshot_storage.Table.of(shards)
-    starts = [start for start, _ in table.regions()]
-    assert [end for _, end in table.regions()] == [*starts[1:], table.size]
-    assert starts == [0, *(at for name, _, _, at in table.entries if name in ("model.2", "model.5"))]
-    assert not any(start % 4096 for start in starts)
-    for at_most, pinned in ((3, True), (2, False)):  # a region cannot be locked: none is
+    for at_most in (100, 2):  # a region cannot be locked: none is
         registered = record_registrations(monkeypatch, at_most)
         slot = snapshot_storage.Slot(table, torch.zeros(table.size, dtype=torch.uint8))
         slot.pin()
-        assert slot.pinned is pinned and len(registered) == (3 if pinned else 0)
+        assert slot.pinned is (at_most == 100)
+        assert sum(registered.values()) == (table.size if slot.pinned else 0)
+        assert max(registered.values(), default=0) <= 1 << 12
+        slot._copy(shards)
+        first = slot.memory.data_ptr()
+        for view in slot._parts({name: t.contiguous() for name, t in shards.items()})[0]:
+            if slot.pinned and view.numel():
+                at = view.data_ptr() - first
+                assert at >> 12 == (at + 4 * view.numel() - 1) >> 12
+        into = {name: torch.zeros_like(t) for name, t in shards.items()}
+        slot.read(into)
+        assert all(torch.equal(into[name], t) for name, t in shards.items())
 
 
 def test_only_the_snapshot_that_is_loaded_is_page_locked_at_once(

@@ -19,7 +19,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from weft.checkpoint.snapshot_storage import Slot, SlotAllocator, Table
+from weft.checkpoint.snapshot_storage import Slot, SlotAllocator, Table, pin_in_background
 
 KEEP = 6
 """Snapshots in the ring. The newest sealed steps of two ranks may differ by one; the older ones are for rolling back
@@ -42,8 +42,6 @@ LARGE_RING_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
 for each of its first copies; a GPU rank allocates it in the background."""
 HIDDEN_SHARE = 0.9
 """Share of a step during which a GPU can copy without delaying the next update."""
-COPY_BYTES_PER_S = {"cuda": 20e9, "cpu": 3e9}
-"""Assumed copy rate before one was measured."""
 
 
 def newest_common(held: Iterable[Iterable[int]], at_most: int | None = None) -> int | None:
@@ -78,10 +76,12 @@ class Snapshots:
         self._open: tuple[Slot, int, dict[str, Any]] | None = None
         self._committed = -1
         self._copies: deque[float] = deque(maxlen=8)
+        self._measured = True
+        """Whether all ranks had measured a copy when they last agreed on `every`."""
         self._steps: deque[float] = deque(maxlen=2 * AGREE_AFTER)
         self._last: tuple[int, float] | None = None
         self._allocator: SlotAllocator | None = None
-        self._size, self._large = 0, False
+        self._large = False
         self._continued = False
         """Whether `every` was agreed on by an earlier attempt."""
         self._complete = False
@@ -89,6 +89,8 @@ class Snapshots:
         if folder is not None:
             paths = [self._path(i) for i in range(keep)]
             self._slots = [slot for path in paths if path and (slot := Slot.found(path)) is not None]
+            if self._slots and self.background:  # most probably the one that is loaded
+                pin_in_background(max(self._slots, key=lambda slot: slot.sealed), device)
 
     def _path(self, number: int) -> Path | None:
         return None if self.folder is None else self.folder / f"snap-{self.rank}.{number}"
@@ -107,6 +109,8 @@ class Snapshots:
         pinned = self._pinned()
         slot = min((s for s in self._slots if s.sealed not in pinned), key=lambda s: s.sealed, default=None)
         if slot is None or slot.pinned is None:  # refused, or still being allocated
+            return
+        if self._allocator is not None and self.held() == [slot.sealed]:  # the only one, until there is another
             return
         slot.write(shards)
         self._open = (slot, step, meta)
@@ -166,33 +170,43 @@ class Snapshots:
         return all(slot.fits(shards) for slot in self._slots if slot.sealed >= 0)
 
     def tick(self, step: int) -> bool:
-        """Measure the time of a step. Returns whether all ranks must now agree on `every`, the largest of their
-        preferred_interval()."""
+        """Measure the time of a step. Returns whether all ranks must now agree() on `every`."""
         now, first = time.perf_counter(), self._last is None
         if self._last is not None and step == self._last[0] + 1:
             self._steps.append(now - self._last[1])
         self._last = (step, now)
-        return (first and not self._continued) or len(self._steps) == AGREE_AFTER or step % AGREE_EVERY == 0
+        if (first and not self._continued) or (not self._measured and step % AGREE_AFTER == 0):
+            return True
+        return len(self._steps) == AGREE_AFTER or step % AGREE_EVERY == 0
+
+    def agree(self, preferred: Iterable[int]) -> None:
+        """Adopt the largest preferred_interval() of the ranks, or, until all have measured one, a short interval."""
+        found = list(preferred)
+        self._measured = 0 not in found
+        if self._measured:
+            self.every = max(found)
+        elif not self._continued:
+            self.every = AGREE_AFTER
 
     def preferred_interval(self) -> int:
-        """Steps between snapshots for which copying takes at most MAX_COPY_SHARE of the time."""
+        """Steps between snapshots for which copying takes at most MAX_COPY_SHARE of the time; 0: no copy of a large
+        state has been measured."""
+        if not self._copies and not self.refused and (self._large or self._continued):
+            return 0
         if not self._steps:
-            return AGREE_AFTER if self._large and not self._continued else self.every
-        step, copying = statistics.median(self._steps), self._copy_s()
+            return self.every
+        step, copying = statistics.median(self._steps), min(self._copies, default=0.0)
         if self.background:  # a copy that a step hides still takes memory bandwidth
             copying = max(copying - HIDDEN_SHARE * step, 0.1 * copying)
         return 1 if copying < NEGLIGIBLE_COPY_S else max(1, math.ceil(copying / (MAX_COPY_SHARE * step)))
-
-    def _copy_s(self) -> float:
-        return min(self._copies) if self._copies else self._size / COPY_BYTES_PER_S[self.device.type]
 
     def _allocate(self, shards: Mapping[str, Tensor]) -> None:
         """Allocate the missing files of the ring, or add those that were allocated in the background."""
         if self._allocator is None:
             table = Table.of(shards)
-            room = psutil.virtual_memory().available * MAX_MEMORY_SHARE / self.local_ranks
-            room += len(self._slots) * table.size
-            keep = min(self.keep, int(room // table.size))
+            held = len(self._slots) * table.size  # by an earlier process
+            room = (psutil.virtual_memory().available / self.local_ranks + held) * MAX_MEMORY_SHARE
+            keep = max(min(self.keep, int(room // table.size)), len(self._slots))
             limit = LARGE_RING_BYTES[self.device.type]
             if self.min_copies == 1 and self.keep * table.size > limit:
                 keep = min(keep, KEEP_ONE_RANK)
@@ -203,7 +217,7 @@ class Snapshots:
                     f"host memory and {room / 2**30:.2f} GiB may be used: faults are recovered from checkpoints on disk"
                 )
                 return
-            self._size, self._large = table.size, keep * table.size > limit
+            self._large = keep * table.size > limit
             if self._large and self.background and self._last is None and not self._continued:
                 return  # the first steps of a run compile and load; allocating gigabytes would slow them
             if self.keep * table.size > limit:
@@ -215,7 +229,8 @@ class Snapshots:
             free = [path for i in range(self.keep) if (path := self._path(i)) not in taken]
             count = 1 if self._large and not self.background else keep - len(self._slots)
             last = len(self._slots) + count >= keep
-            background = self.background and self._large
+            more = count > 0 or any(slot.pinned is None for slot in self._slots)
+            background = self.background and self._large and more
             self._allocator = SlotAllocator(table, self._slots, free[:count], self.device, background, last)
         if self._allocator.is_alive():
             return

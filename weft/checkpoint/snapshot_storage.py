@@ -32,13 +32,11 @@ POPULATE = 23 if sys.platform == "linux" else -1
 """MADV_POPULATE_WRITE, for which Python has no name."""
 POPULATE_BYTES = 1 << 26
 """Bytes populated in one call, during which no other thread of the process can map memory."""
-REGION_BYTES = 1 << 28
-"""Bytes that are page-locked in one call, during which no other thread of the process can call CUDA. A region ends with
-a tensor: CUDA copies only within a region."""
-
-
-PIN_PAUSE_S = 0.005
-"""Pause after each region that is page-locked beside training."""
+REGION_BYTES = 1 << 26
+"""Bytes that are page-locked in one call, during which no other thread of the process can call CUDA (3 ms). CUDA copies
+only within a region, so tensors that cross its end are copied in parts."""
+PIN_PAUSE = 3.0
+"""Pause after each region that is page-locked beside training, in multiples of the time that this took."""
 
 
 class Table:
@@ -53,21 +51,10 @@ class Table:
         rows = [(n, str(t.dtype).removeprefix("torch."), list(t.shape), 0) for n, t in shards.items()]
         head = -(-(HEAD.size + 2 * len(json.dumps(rows)) + 16 * len(rows) + 4096) // 4096) * 4096
         entries, offset = [], head
-        region = 0
         for (name, dtype, shape, _), tensor in zip(rows, shards.values(), strict=True):
-            if offset - region >= REGION_BYTES:
-                region = offset = -(-offset // PAGE) * PAGE
             entries.append((name, dtype, shape, offset))
             offset += -(-tensor.numel() * tensor.element_size() // ALIGN) * ALIGN
         return cls(entries, head, max(offset, head + ALIGN))
-
-    def regions(self) -> list[tuple[int, int]]:
-        """Start and end of the parts that are page-locked one after the other."""
-        starts = [0]
-        for _, _, _, offset in self.entries:
-            if offset - starts[-1] >= REGION_BYTES and offset % PAGE == 0:
-                starts.append(offset)
-        return list(zip(starts, [*starts[1:], self.size], strict=True))
 
 
 class Slot:
@@ -75,11 +62,15 @@ class Slot:
 
     def __init__(
         self, table: Table, memory: Tensor, sealed: int = -1, meta: dict[str, Any] | None = None,
-        path: Path | None = None,
+        path: Path | None = None, populated: bool = True,
     ):  # fmt: skip
         self.table, self.memory, self.sealed, self.meta, self.path = table, memory, sealed, meta or {}, path
+        self.populated = populated
+        """Whether its pages are mapped."""
         self.bytes = memoryview(memory.numpy().data)
         self.views = {name: _view(memory, dtype, shape, at) for name, dtype, shape, at in table.entries}
+        self.cuts = {name: cuts for name, _, _, at in table.entries if (cuts := _cuts(self.views[name], at))}
+        """Elements of a tensor at which a region begins."""
         self.pinned: bool | None = None
         """Whether a GPU can copy into it asynchronously; None: not tried yet."""
         self._pinning = threading.Lock()
@@ -96,22 +87,24 @@ class Slot:
         entries, meta = table
         try:
             size = path.stat().st_size
-            return cls(Table(entries, entries[0][3], size), _map(path, size), step, meta, path)
+            return cls(Table(entries, entries[0][3], size), _map(path, size), step, meta, path, False)
         except (OSError, TypeError, AttributeError, RuntimeError):
             return None
 
-    def pin(self, pause_s: float = 0.0) -> None:
-        """Page-lock the memory if CUDA is used, with a pause after each region for the calls of other threads."""
+    def pin(self, pause: float = 0.0) -> None:
+        """Page-lock the memory if CUDA is used, with pauses for the CUDA calls of other threads."""
         with self._pinning:
             if self.pinned is not None:
                 return
-            parts = [self.memory[start:end] for start, end in self.table.regions()]
-            done: list[Tensor] = []
+            if not self.populated and torch.cuda.is_initialized():
+                _map_pages(self.memory)
+            parts, done = self.memory.split(REGION_BYTES), list[Tensor]()
             for part in parts:
+                began = time.perf_counter()
                 if not _register(part):
                     break
                 done.append(part)
-                time.sleep(pause_s)
+                time.sleep(pause * (time.perf_counter() - began))
             self.pinned = len(done) == len(parts)
             if self.pinned:
                 # Memory that is unmapped while registered with CUDA stays registered, and other memory at the same
@@ -138,11 +131,27 @@ class Slot:
         self._uncopied, self.copy_s = {n: t for n, t in shards.items() if n.startswith(UPDATE_ONLY)}, 0.0
         self._copy({n: t for n, t in shards.items() if n not in self._uncopied})
 
+    def _is_split(self, name: str) -> bool:
+        return bool(self.pinned) and name in self.cuts
+
+    def _parts(self, shards: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Views of the snapshot and the shards that belong to them, none of which crosses the end of a region."""
+        views, parts = list[Tensor](), list[Tensor]()
+        for name, shard in shards.items():
+            if self._is_split(name):
+                views += self.views[name].view(-1).tensor_split(self.cuts[name])
+                parts += shard.view(-1).tensor_split(self.cuts[name])
+            else:
+                views.append(self.views[name])
+                parts.append(shard)
+        return views, parts
+
     @torch.no_grad()
     def _copy(self, shards: Mapping[str, Tensor]) -> None:
         if shards:
             began = time.thread_time()  # without the time of other processes on a busy machine
-            torch._foreach_copy_([self.views[n] for n in shards], list(shards.values()), non_blocking=bool(self.pinned))
+            into, source = self._parts({n: t.contiguous() if self._is_split(n) else t for n, t in shards.items()})
+            torch._foreach_copy_(into, source, non_blocking=bool(self.pinned))
             self.copy_s += time.thread_time() - began
 
     def _start_copies(self, shards: Mapping[str, Tensor]) -> None:
@@ -187,15 +196,33 @@ class Slot:
 
     @torch.no_grad()
     def read(self, shards: Mapping[str, Tensor]) -> None:
-        if self.pinned is None and torch.cuda.is_initialized():
-            _map_pages(self.memory)
         self.pin()
-        torch._foreach_copy_(list(shards.values()), [self.views[n] for n in shards])
+        whole = {n: torch.empty(t.shape, dtype=t.dtype, device=t.device) if self._is_split(n) and not t.is_contiguous()
+                 else t for n, t in shards.items()}  # fmt: skip
+        source, into = self._parts(whole)
+        torch._foreach_copy_(into, source)
+        for name, tensor in whole.items():
+            if tensor is not shards[name]:
+                shards[name].copy_(tensor)
 
 
 @cache
 def _copy_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def pin_in_background(slot: Slot, device: torch.device) -> None:
+    """Page-lock a snapshot while the model that it will be loaded into is built."""
+
+    def run() -> None:
+        with _on(device):
+            slot.pin()
+
+    threading.Thread(target=run, name="snapshots", daemon=True).start()
 
 
 class SlotAllocator(threading.Thread):
@@ -211,7 +238,7 @@ class SlotAllocator(threading.Thread):
     ):  # fmt: skip
         super().__init__(name="snapshots", daemon=True)
         self.table, self.found, self.paths, self.device, self.last = table, found, paths, device, last
-        self.pause_s = PIN_PAUSE_S if background else 0.0
+        self.pause = PIN_PAUSE if background else 0.0
         self.slots: list[Slot] = []
         self.error: Exception | None = None
         if background:
@@ -220,14 +247,14 @@ class SlotAllocator(threading.Thread):
             self.run()
 
     def run(self) -> None:
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+        with _on(self.device):
             try:
                 for slot in self.found:
-                    slot.pin(self.pause_s)
+                    slot.pin(self.pause)
                 for path in self.paths:
                     memory = _memory(path, self.table.size)
                     self.slots.append(Slot(self.table, memory, path=path))
-                    self.slots[-1].pin(self.pause_s)
+                    self.slots[-1].pin(self.pause)
                     self.slots[-1].unseal()
             except (OSError, RuntimeError, ValueError) as error:
                 self.error = error
@@ -291,7 +318,9 @@ def _register(memory: Tensor) -> bool:
     if not torch.cuda.is_initialized():
         return False
     with contextlib.suppress(RuntimeError):
-        return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
+        if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
+            return True
+        torch.ones(1, device="cuda")  # raises the error that CUDA keeps, which the next launch would raise otherwise
     return False
 
 
@@ -302,6 +331,12 @@ def _unregister(parts: list[Tensor]) -> None:
             _copy_stream().synchronize()
         for part in parts:
             torch.cuda.cudart().cudaHostUnregister(part.data_ptr())
+
+
+def _cuts(view: Tensor, at: int) -> list[int]:
+    size = view.element_size()
+    ends = range(-(-(at + 1) // REGION_BYTES) * REGION_BYTES, at + view.numel() * size, REGION_BYTES)
+    return [(end - at) // size for end in ends]
 
 
 def _view(memory: Tensor, dtype: str, shape: list[int], at: int) -> Tensor:

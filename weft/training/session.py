@@ -167,7 +167,7 @@ class Session:
                 layout = snapshot_layout(self.mesh.rank, self.heartbeat.attempt, self.job, self.plan, state.tensors())
                 layout.write(snapshots.folder)
         if snapshots.tick(state.step):
-            snapshots.every = max(cast(list[int], self.mesh.all_gather_json(snapshots.preferred_interval())))
+            snapshots.agree(cast(list[int], self.mesh.all_gather_json(snapshots.preferred_interval())))
             self.guards.weights.spacing = snapshots.every
 
     def commit(self, record: dict[str, Any]) -> None:
@@ -218,6 +218,11 @@ def open_session(
     if mesh.rank == 0 and (traced := with_prediction(job, plan, dataset)) is not plan:
         plan = traced
         write_plan(run, plan)
+    memory = os.environ.get("WEFT_MEMORY")  # a folder that the launcher made, which outlives this process
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
+    snapshots = snapshots or Snapshots(
+        Path(memory) if memory else None, mesh.rank, local_ranks, device=mesh.device, world=mesh.world
+    )
     state = build_state(job, plan, mesh, initial_weights(job, run, mesh))
     c = job.checkpoint
     if mesh.rank == 0:
@@ -241,11 +246,6 @@ def open_session(
         any_rank=lambda mine: any(mesh.all_gather_json(mine)), meta_problem=meta_problem, fence=heartbeat.fence,
         after_save=lambda: upload_history(run, run.shared(c.to)),
     )  # fmt: skip
-    memory = os.environ.get("WEFT_MEMORY")  # a folder that the launcher made, which outlives this process
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
-    snapshots = snapshots or Snapshots(
-        Path(memory) if memory else None, mesh.rank, local_ranks, device=mesh.device, world=mesh.world
-    )
     if reason := state.no_snapshots:
         snapshots.refused = reason
         log.info("%s", f"no snapshots in memory: {snapshots.refused}")
