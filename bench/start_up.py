@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,11 @@ class Run:
         lines = (self.path / "logs" / "rank-0.log").read_text(encoding="utf-8").splitlines()
         return next((line for line in lines if "snapshots" in line or "host memory" in line), "no line about snapshots")
 
-    def last_recovery(self) -> tuple[int, float]:
-        """Steps that the last recovery lost, and its seconds until training went on."""
-        lines = (self.path / "events.jsonl").read_text(encoding="utf-8").splitlines()
-        last = [e for e in map(json.loads, lines) if e["event"] == "recovered"][-1]
-        return last["steps_lost"], last["seconds"]
+    def last_recovery(self) -> tuple[float, dict[str, Any]]:
+        """When the last fault was seen, and the event of its recovery."""
+        events = [json.loads(line) for line in (self.path / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+        fault, recovered = ([e for e in events if e["event"] == kind][-1] for kind in ("fault", "recovered"))
+        return datetime.fromisoformat(fault["time"]).timestamp(), recovered
 
     def steps(self) -> int:
         try:
@@ -108,15 +109,18 @@ def kill_ranks(run: Run, kills: int, settle_s: float) -> None:
     seconds = []
     for _ in range(kills):
         snapshot, _ = run.wait_for_snapshot(snapshot, settle_s)
-        lines = run.steps()
+        began = time.time()
         if not run.kill_a_rank():
             raise SystemExit("the run has no rank 0")
-        seconds.append(run.wait_for(lines + 1))
+        lines = run.steps()
+        run.wait_for(lines + 1)
+        seconds.append(time.time() - began)
         run.wait_for(lines + 10)
-        lost, training = run.last_recovery()
+        fault, recovered = run.last_recovery()
         print(
-            f"kill, with a snapshot of step {snapshot}: training again after {training:.1f} s, {lost} steps lost, "
-            f"next committed step after {seconds[-1]:.1f} s", flush=True,
+            f"kill, with a snapshot of step {snapshot}: seen after {fault - began:.1f} s, training again after "
+            f"{recovered['seconds']:.1f} s more, {recovered['steps_lost']} steps lost, next committed step after "
+            f"{seconds[-1]:.1f} s", flush=True,
         )  # fmt: skip
     print(f"{kills} kills: median {statistics.median(seconds):.1f} s, worst {max(seconds):.1f} s", flush=True)
 
