@@ -65,6 +65,8 @@ class AlertTarget(Section):
             raise ValueError(f"must have a command without shell operators, or: command: sh -c {self.command!r}")
         if self.webhook and not self.webhook.startswith(("http://", "https://", "$")):
             raise ValueError(f"must have an http or https address or $NAME as webhook, not {self.webhook!r}")
+        if self.mail and not self.mail.startswith("$") and "@" not in self.mail:
+            raise ValueError(f"must have an address such as me@example.org or $NAME as mail, not {self.mail!r}")
         if not self.smtp.startswith(("smtp://", "smtps://", "$")):
             raise ValueError(f"must have smtp://HOST:PORT or smtps://HOST:PORT as smtp, not {self.smtp!r}")
         return self
@@ -127,6 +129,13 @@ class Watch(Section):
     node_exporter."""
     alerts: Alerts = Alerts()
     """Messages when something goes wrong, and when the run ends."""
+
+    @field_validator("trackers")
+    @classmethod
+    def _once(cls, value: list[str]) -> list[str]:
+        if twice := next((name for name in value if value.count(name) > 1), None):
+            raise ValueError(f"must name each tracker once, not {twice} twice")
+        return value
 
     @field_validator("prometheus")
     @classmethod
