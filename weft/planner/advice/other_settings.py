@@ -5,16 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from weft.job.compression import COMPRESSORS
-from weft.job.schema import Comm, Job, Memory
 from weft.planner.search.candidates import Layouts
-from weft.planner.search.choose import choices
 from weft.planner.search.search import LayoutSearch, SearchResult
 
 SETTINGS = (
     ("precision", "precision", "fp8"), ("precision", "precision", "fp16"), ("compression", "comm.compression", "bf16"),
-    ("compression", "comm.compression", "int8"), ("offload", "memory.offload", "optimizer"),
-    ("offload", "memory.offload", "activations"),
+    ("compression", "comm.compression", "int8"), ("offload", "memory.offload", "activations"),
 )  # fmt: skip
 MIN_GAIN = 0.01
 """Smaller gains are not reported."""
@@ -36,14 +32,6 @@ class Gain:
         }  # fmt: skip
 
 
-def _is_supported(key: str, value: str) -> bool:
-    """Whether a job accepts the setting: the estimate covers more settings than the schema."""
-    section, _, field = key.rpartition(".")
-    if key == "comm.compression":
-        return value in COMPRESSORS
-    return value in choices({"comm": Comm, "memory": Memory, "": Job}[section], field)
-
-
 def gains_of_other_settings(search: LayoutSearch, found: SearchResult) -> list[Gain]:
     """Search again with the best layout's degrees and each setting in turn; the largest gain first."""
     one: Layouts = found.layouts.take([0])
@@ -54,7 +42,7 @@ def gains_of_other_settings(search: LayoutSearch, found: SearchResult) -> list[G
             continue
         if value == "fp16" and not ("bf16" in search.space.precision and device is not None and device.emulates_bf16):
             continue
-        if value in getattr(search.space, name) or not _is_supported(key, value):
+        if value in getattr(search.space, name):
             continue
         if name == "compression" and int(one.ep[0]) > 1:  # refused (planner/rules/communication_rules.py)
             continue

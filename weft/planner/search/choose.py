@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import typing
 from dataclasses import replace
-from typing import Any
 
 from weft.job.schema import Job
 from weft.planner.advice.why import reasons
@@ -31,19 +29,6 @@ def _on_cpus(space: Space) -> Space:
     options = [d for d in divisors(space.world) if space.batch % d == 0]
     most = max(d for d in options if space.dp is None or d in space.dp)
     return space.restricted(pp=(1,), cp=(1,), dp=(most,))
-
-
-def _types(section: Any, name: str) -> tuple[Any, ...]:
-    annotation = section.model_fields[name].annotation
-    return typing.get_args(annotation) or (annotation,)
-
-
-def choices(section: Any, name: str) -> set[str]:
-    """The literal values that a job field accepts."""
-    words: set[str] = set()
-    for each in _types(section, name):
-        words |= {each} if isinstance(each, str) else set(typing.get_args(each))
-    return words
 
 
 def _pinned(space: Space, job: Job, plan: Plan) -> Space:
