@@ -52,7 +52,7 @@ ACTIONS = (
 QUALITIES = (("old", "alt"), ("small", "klein"), ("new", "neu"), ("red", "rot"), ("good", "gut"), ("quiet", "ruhig"))
 TIMES = (("today", "heute"), ("often", "oft"), ("tomorrow", "morgen"), ("never", "nie"))
 NOMINATIVE, ACCUSATIVE = {"m": "der", "f": "die", "n": "das"}, {"m": "den", "f": "die", "n": "das"}
-PAIRS, HELD_OUT, VOCAB = 20_000, 500, 400
+PAIRS, HELD_OUT, VOCAB = 20_000, 500, 600
 
 
 def noun(random: Random, nouns: tuple[tuple[str, str, str], ...], articles: dict[str, str]) -> tuple[str, str]:
@@ -145,7 +145,7 @@ def main() -> None:
         pairs = write_corpus(folder)
         settings = [
             f"data.source={folder}", f"data.tokenizer={folder / 'tokenizer.json'}", f"train.steps={args.steps}",
-            f"runs_dir={runs}", "train.eval_every=0", "data.seq_len=24", "model.dropout=0", "train.label_smoothing=0",
+            f"runs_dir={runs}", "train.eval_every=0", "data.seq_len=16", "model.dropout=0", "train.label_smoothing=0",
         ]  # fmt: skip
         print(f"{pairs:,} pairs, {args.steps} steps, BLEU of {args.texts} held-out sentences, {args.beams} beams")
         began = time.perf_counter()

@@ -53,6 +53,21 @@ def test_answers_are_masked() -> None:
         ("instruction", {"prompt": "a", "completion": "b"}, None),
         ("chat", {"text": "a"}, "has no messages or conversations (it has text)"),
         ("chat", {"messages": [{"role": "user", "content": "a"}]}, "no message of the role assistant"),
+        (
+            "chat",
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                    {"role": "assistant", "content": "b"},
+                ]
+            },
+            None,
+        ),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]},
+            "without role and content as text",
+        ),
         ("chat", {"messages": [{"role": "user", "content": 3}]}, "without role and content as text"),
         ("chat", {"messages": "a"}, "not a list of messages"),
         ("instruction", {"instruction": "a"}, "has no instruction or prompt or question with output"),

@@ -37,11 +37,19 @@ def _chat(record: Record) -> list[Message]:
     found: list[Message] = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
     for message in given:
         role = message.get("role", message.get("from"))
-        content = message.get("content", message.get("value"))
+        content = _text(message.get("content", message.get("value")))
         if not isinstance(role, str) or not isinstance(content, str):
             raise ValueError(f"has a message in {field} without role and content as text")
         found.append({**message, "role": ROLES.get(role, role), "content": content})
     return _with_answer(found)
+
+
+def _text(content: Any) -> Any:
+    """The text of a message that is given in parts {type: text, text: …}; other content as it is."""
+    parts = content if isinstance(content, list) else []
+    texts = [p.get("text") for p in parts if isinstance(p, dict) and p.get("type") == "text"]
+    whole = bool(texts) and len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
+    return "".join(texts) if whole else content
 
 
 def _instruction(record: Record) -> list[Message]:
