@@ -47,7 +47,7 @@ def _chat(record: Record) -> list[Message]:
 def _text(content: Any) -> Any:
     """The text of a message that is given in parts {type: text, text: …}; other content as it is."""
     parts = content if isinstance(content, list) else []
-    texts = [p.get("text") for p in parts if isinstance(p, dict) and p.get("type") == "text"]
+    texts = [p["text"] for p in parts if isinstance(p, dict) and p.get("type") == "text" and "text" in p]
     whole = bool(texts) and len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
     return "".join(texts) if whole else content
 
