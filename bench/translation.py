@@ -145,7 +145,8 @@ def main() -> None:
         pairs = write_corpus(folder)
         settings = [
             f"data.source={folder}", f"data.tokenizer={folder / 'tokenizer.json'}", f"train.steps={args.steps}",
-            f"runs_dir={runs}", "train.eval_every=0", "data.seq_len=16", "model.dim=64", "model.ffn=256", "optim.lr=3e-3", "model.dropout=0", "train.label_smoothing=0",
+            f"runs_dir={runs}", "train.eval_every=0", "data.seq_len=16",
+            "model.dim=64", "model.ffn=256", "optim.lr=3e-3", "model.dropout=0", "train.label_smoothing=0",
         ]  # fmt: skip
         print(f"{pairs:,} pairs, {args.steps} steps, BLEU of {args.texts} held-out sentences, {args.beams} beams")
         began = time.perf_counter()
