@@ -96,3 +96,10 @@ def test_metadata_without_a_job_is_one_sentence(run: RunDir, job: Any) -> None:
     forge(run, lambda meta: meta.pop("job") if job is None else meta.update(job=job))
     with pytest.raises(JobError, match="has no job in its metadata; use a checkpoint of `weft train`"):
         saved_job(newest(run))
+
+
+@pytest.mark.parametrize("job", [{}, {"model": {}}, {"model": {"dim": 16, "layers": 1}}])
+def test_metadata_without_a_model_is_one_sentence(run: RunDir, job: Any) -> None:
+    forge(run, lambda meta: meta.update(job=job))
+    with pytest.raises(JobError, match="has an incomplete model in its metadata"):
+        saved_job(newest(run))

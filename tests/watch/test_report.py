@@ -1,6 +1,7 @@
 """The report: its content, and that incomplete folders still give a page."""
 
 import json
+import os
 import random
 import re
 from collections.abc import Callable
@@ -97,6 +98,12 @@ def test_a_broken_file_still_gives_a_page(tmp_path: Path, name: str, content: by
         assert page.rstrip().endswith("</html>")
         for data in re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page):
             json.loads(data, parse_constant=lambda word: pytest.fail(word))
+
+
+def test_pipes_in_place_of_files_do_not_block(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "plan.json", "slices.json"):
+        os.mkfifo(tmp_path / name)
+    assert "this run has no plan.json" in words(write_report(RunDir(tmp_path)))
 
 
 def test_an_empty_folder_says_so(tmp_path: Path) -> None:

@@ -86,6 +86,8 @@ def saved_job(found: SavedCheckpoint, own: Job | None = None, trust_module: bool
         raise JobError(f"{found.path} has no job in its metadata; use a checkpoint of `weft train`")
     job = parse_job(raw)
     module = job.model.module
+    if not module and not job.model.family:
+        raise JobError(f"{found.path} has an incomplete model in its metadata: it names neither a family nor a module")
     weft_module = FAMILIES[job.model.family].build if job.model.family else None
     if module not in (None, weft_module) and not trust_module and (own is None or own.model.module != module):
         raise JobError(

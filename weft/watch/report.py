@@ -199,7 +199,7 @@ def _value(value: Any) -> str:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""  # a pipe would block
     except OSError:
         return ""
 

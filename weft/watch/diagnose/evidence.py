@@ -155,7 +155,7 @@ def _json(path: Any) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_FILE_MIB << 20:
             return {}
-        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        found = json.loads(path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "")
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
