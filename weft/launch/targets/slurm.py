@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import shutil
@@ -194,7 +195,8 @@ class SlurmTarget(Target):
 
     def output(self, record: LaunchRecord, offset: int) -> tuple[bytes, int]:
         if tasks := array_tasks(record):
-            gather_output(record, tasks)
+            with contextlib.suppress(PermissionError):  # an array of another user
+                gather_output(record, tasks)
         return super().output(record, offset)
 
     def stop(self, record: LaunchRecord) -> None:
