@@ -327,5 +327,5 @@ def with_module_prediction(job: Job, plan: Plan) -> Plan:
     """The plan with predicted memory and time also of a person's own module, which is built for that."""
     if not job.model.module:
         return plan
-    found: Plan = find_object("weft.training.module_facts:with_prediction", "model.module")(job, plan)
+    found: Plan = find_object("weft.training.build:with_prediction", "model.module")(job, plan)
     return found

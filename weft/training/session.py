@@ -27,10 +27,9 @@ from weft.optim.layer_rates import describe_rates
 from weft.optim.schedule import peak_lr
 from weft.planner.plan import Plan
 from weft.supervisor.heartbeat import Heartbeat, NoHeartbeat
-from weft.training.build import build_state, rates_of
+from weft.training.build import build_state, rates_of, with_prediction, write_plan
 from weft.training.expert_rebalance import rebalance
 from weft.training.initial_weights import initial_weights
-from weft.training.module_facts import with_prediction, write_plan
 from weft.training.resume import (
     merge_old_snapshots,
     newest_on_disk,

@@ -60,7 +60,7 @@ def test_states_activations_and_traffic() -> None:
     frozen = weft.plan(job("Stack", frozen=LAYERS), 2).predicted
     assert frozen["states_gib"] * 2**30 == pytest.approx(16 * 2 * 256 * DIM + 4 * LAYERS * DIM**2, rel=1e-4)
     cut = weft.plan(job("Stack", "parallel={dp_replicate: 1, dp_shard: 2, zero: 3}"), 2).predicted
-    assert cut["states_gib"] == pytest.approx(found["states_gib"] / 2)
+    assert cut["states_gib"] == pytest.approx(found["states_gib"] / 2, rel=1e-3)
     assert 0 < cut["gathered_gib"] * 2**30 < 4 * weights
 
 
