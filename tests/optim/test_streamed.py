@@ -15,8 +15,10 @@ import torch
 from helpers import tier_ranks
 from helpers.parity import make_job, section
 
+from weft.hardware.probe import usable_memory
 from weft.job.errors import FitError, MachineError
 from weft.memory.disk_states import DiskFile, DiskStates
+from weft.memory.host_memory import allocate_host
 from weft.memory.split_master import join, split_
 from weft.mesh import connect
 from weft.optim.pieces import assign_homes, cut_slices
@@ -213,6 +215,14 @@ def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(FitError, match=r"cannot hold 0\.00 GiB of states \(No space left on device\)"):
         DiskFile(tmp_path / "states.bin", 1 << 20)
+
+
+def test_host_memory_that_others_have_taken_is_refused() -> None:
+    more = int((usable_memory()[1] + 1) * 2**30)
+    with pytest.raises(
+        FitError, match=r"GiB of host memory are needed .*, and \d+\.\d\d GiB are available now; end what"
+    ):
+        allocate_host([((more,), torch.uint8)], torch.device("cpu"), more)
 
 
 def test_a_truncated_file_ends_the_run_with_its_reason(tmp_path: Path) -> None:

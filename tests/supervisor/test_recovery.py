@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,9 @@ def test_run_with_faults_is_bit_identical(tmp_path: Path) -> None:
     assert not memory_of(tmp_path).exists()
 
 
-def run_with(folder: Path, *orders: dict[str, Any]) -> Output:
+def run_with(folder: Path, *orders: dict[str, Any], changes: Sequence[str] = ("name=hit",)) -> Output:
     """Train the run `hit` with these faults."""
-    command = ("-m", "weft", "train", "job.yaml", "name=hit")
+    command = ("-m", "weft", "train", "job.yaml", *changes)
     return python(folder, *command, deadline_s=3 * DEADLINE_S, **write_orders(folder, *orders))
 
 
@@ -77,3 +78,12 @@ def test_single_rank_survives_a_kill(tmp_path: Path) -> None:
     recovered = [e for e in read_jsonl(run.events) if e["event"] == "recovered"]
     assert len(recovered) == 1 and recovered[0]["steps_lost"] <= 1
     _assert_same(tmp_path, "hit", "calm")
+    disk = [f"memory.disk={tmp_path / 'disk'}", "memory.offload=states", "memory.disk_gib=0.1"]
+    homes = ["memory.homes.moments=disk", "memory.homes.averages=host"]
+    changes = ["name=disk", "checkpoint.every=4", *disk, *homes]
+    order = {"kind": "kill", "rank": 0, "step": 6, "phase": "update", "id": 1}
+    result = run_with(tmp_path, order, changes=changes)
+    assert result.code == 0, result.err
+    recovered = [e for e in read_jsonl(run_of(tmp_path, "disk").events) if e["event"] == "recovered"]
+    assert len(recovered) == 1 and recovered[0]["steps_lost"] <= 2
+    _assert_same(tmp_path, "disk", "calm")

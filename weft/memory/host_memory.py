@@ -11,6 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from weft.hardware.probe import usable_memory
 from weft.job.errors import FitError
 
 ALIGNMENT = 64
@@ -49,6 +50,12 @@ def allocate_host(
 
 
 def _block(size: int, device: torch.device, owner: object) -> Tensor:
+    available = usable_memory()[1] * 2**30
+    if size > available:  # zeros() would succeed, and the system would end the process when it writes to them
+        raise FitError(
+            f"{size / 2**30:.2f} GiB of host memory are needed for offloaded states, and {available / 2**30:.2f} GiB "
+            "are available now; end what else uses the memory, or lower memory.host_gib"
+        )
     try:
         memory = torch.zeros(size, dtype=torch.uint8)
     except RuntimeError as error:
