@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from helpers.parity import make_job
 from torch import Tensor, nn
 
 import weft
+from weft.data.vision import idx_files
 from weft.job.schema import Job
 
 DIM, LAYERS = 64, 8
@@ -74,3 +76,12 @@ def test_step_time_on_a_device_of_the_catalog() -> None:
 def test_a_module_that_needs_values_is_planned_without() -> None:
     found = weft.plan(job("ReadsValues"), 2)
     assert found.predicted == {} and "memory and time are not predicted: " in found.reasons[-1]
+
+
+def test_a_plan_downloads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(idx_files, "PLACES", dict.fromkeys(idx_files.PLACES, ()))
+    found = weft.plan(weft.load_job("mnist-cnn", []), 2)
+    assert found.reasons[-1].endswith(
+        "not predicted: the data is not on this machine, and only weft train downloads it"
+    )

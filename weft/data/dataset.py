@@ -21,6 +21,7 @@ from weft.data.growing import GrowingDataset, find_shards
 from weft.data.mixture import MixedDataset, SourceShares, TaskDataset, describe_shares
 from weft.data.order import OrderedDataset, SampleOrder, indices_of
 from weft.data.prepared_files import prepared_store
+from weft.data.recommend.rating_files import local_ratings
 from weft.data.recommend.ratings import RATING_SOURCES, open_ratings, reads_ratings
 from weft.data.store import is_store, open_store, store_tokenizer
 from weft.data.synthetic import open_synthetic
@@ -30,6 +31,7 @@ from weft.data.tasks.text_pairs import BUCKET_BATCHES, open_text_pairs
 from weft.data.text_windows import TextDataset
 from weft.data.tokenizer import Tokenizer, Tokens, load_tokenizer
 from weft.data.user_dataset import open_user_dataset
+from weft.data.vision.idx_files import URLS, local_idx
 from weft.data.vision.image_captions import open_image_captions, reads_captions
 from weft.data.vision.image_dataset import IMAGE_SOURCES, open_images, reads_images
 from weft.job.errors import JobError
@@ -75,6 +77,13 @@ def open_dataset(job: Job) -> Dataset:
     if job.model.is_encoder and not job.model.classes and not any(is_user_dataset(source) for source in sources):
         return masked(job, found)
     return found
+
+
+def is_local(job: Job) -> bool:
+    """Whether open_dataset() would download nothing."""
+    names = {each.source for each in job.data.mixture} or {job.data.source}
+    images = all(local_idx(name) is not None for name in names & set(URLS))
+    return images and (names.isdisjoint(RATING_SOURCES) or local_ratings() is not None)
 
 
 def _open_streamed(job: Job) -> StreamedDataset:

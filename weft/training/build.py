@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from weft.comm.agreement import error_text
 from weft.comm.algorithms import summing
 from weft.comm.shards import local_of
-from weft.data.dataset import Dataset, open_dataset
+from weft.data.dataset import Dataset, is_local, open_dataset
 from weft.data.loader import Loader
+from weft.job.errors import MachineError, WeftError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.memory.tracer import Tracer
@@ -152,9 +153,12 @@ def with_prediction(job: Job, plan: Plan, dataset: Dataset | None = None) -> Pla
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            if dataset is None and not is_local(job):
+                raise MachineError("the data is not on this machine, and only weft train downloads it")
             facts = module_facts(job, plan, dataset or open_dataset(job))
     except Exception as error:  # the run itself reports it, if it is a fault
-        why = f"memory and time are not predicted: {error_text(error).strip().partition(chr(10))[0]}"
+        text = str(error) if isinstance(error, WeftError) else error_text(error)
+        why = f"memory and time are not predicted: {text.strip().partition(chr(10))[0]}"
         return plan if why in plan.reasons else replace(plan, reasons=(*plan.reasons, why))
     return replace(plan, predicted=predict_module(job, plan, facts))
 

@@ -43,13 +43,21 @@ def _existing(folder: Path, name: str) -> Path | None:
     return next((path for path in options if path.is_file()), None)
 
 
+def _cache(name: str) -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / name
+
+
+def local_idx(name: str) -> dict[str, Path] | None:
+    """The files of mnist or fashion-mnist on this machine: installed, or downloaded earlier."""
+    found = (find_idx(folder) for folder in (_cache(name), *map(Path, PLACES[name])))
+    return next((files for files in found if files is not None), None)
+
+
 def named_idx(name: str) -> dict[str, Path]:
-    """The files of mnist or fashion-mnist: installed, downloaded earlier, or downloaded now."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / name
-    for folder in (cache, *map(Path, PLACES[name])):
-        if (found := find_idx(folder)) is not None:
-            return found
-    problem = ""
+    """The files of mnist or fashion-mnist, which are downloaded if they are not on this machine."""
+    if (here := local_idx(name)) is not None:
+        return here
+    cache, problem = _cache(name), ""
     for url in URLS[name]:
         try:
             _download(url, cache)
