@@ -27,7 +27,8 @@ def test_quick_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert min(found.disk_write_gb_s, found.disk_read_gb_s, found.launch_s, found.optimizer_ns) > 0
     assert found.both_ways_gb_s and found.beside_gb_s and found.states_read_gb_s and found.states_write_gb_s
     links = Links.of(found, "cpu")
-    assert links.host == min(found.both_ways_gb_s, found.beside_gb_s)
+    assert links.host == found.both_ways_gb_s
+    assert links.beside == min(found.both_ways_gb_s, found.beside_gb_s)
     assert (links.disk_read, links.disk_write) == (found.states_read_gb_s, found.states_write_gb_s)
     assert all(b.forward_s > 0 and b.backward_s > 0 for b in found.blocks)
 

@@ -113,13 +113,18 @@ def test_srun_by_hand_joins_the_nodes_and_ranks(folder: Path, slurm: SlurmCluste
         (["cluster.slurm.array=[optim.lrx=1]", "--print"], 2, "cluster.slurm.array[0]: optim.lrx: unknown key"),
         (["cluster.slurm.array=['a=\"b']", "--print"], 2, "No closing quotation"),
         (["cluster.slurm.array=[name=x]", "--print"], 2, "cluster.slurm.array[0] sets name=x"),
-        (["cluster.python=/nowhere/python"], 4, "exit code 4"),
         (["cluster.nodes=9", "train.global_batch=36", "--dry-run"], 4, "sbatch: "),
     ],
 )
 def test_refusals_of_slurm(folder: Path, in_process: InProcess, words: list[str], code: int, text: str) -> None:
     refused = in_process(folder, "launch", "job.yaml", *words, "--on", "slurm")
     assert (refused.code, text in refused.last) == (code, True), refused.err
+
+
+def test_python_that_no_node_has(folder: Path, in_process: InProcess) -> None:
+    ended = in_process(folder, "launch", "job.yaml", "cluster.python=/nowhere/python", "--on", "slurm")
+    assert ended.code == 4, ended.err
+    assert "weft: there is no /nowhere/python on " in ended.err and "set cluster.python" in ended.err
 
 
 def test_script_has_the_settings(folder: Path, in_process: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
