@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.random import fork_rng
 
 from weft.comm.agreement import error_text
 from weft.comm.algorithms import summing
@@ -151,7 +152,7 @@ def with_prediction(job: Job, plan: Plan, dataset: Dataset | None = None) -> Pla
     if not job.model.module or plan.predicted:
         return plan
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), fork_rng(devices=[]):  # the run draws what it would without
             warnings.simplefilter("ignore")
             if dataset is None and not is_local(job):
                 raise MachineError("the data is not on this machine, and only weft train downloads it")
