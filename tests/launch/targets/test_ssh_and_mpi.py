@@ -75,7 +75,7 @@ def test_mpi_trains_the_same_run(
     for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
         monkeypatch.setenv(name, "1")
     # both hosts are this machine, where the files of Open MPI's shared memory would have the same names
-    options = "cluster.mpi.options=[--oversubscribe, --mca, btl, 'tcp,self']"
+    options = "cluster.mpi.options=[--oversubscribe, --mca, btl, 'tcp,self', --mca, mpi_yield_when_idle, 1]"
     path = f"cluster.environment={{PYTHONPATH: '{TEMPLATE_ENV['PYTHONPATH']}'}}"
     launched = in_process(folder, "launch", "job.yaml", "name=mpi", options, path, "--on", "mpi")
     assert launched.code == 0, launched.err
