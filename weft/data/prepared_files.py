@@ -5,20 +5,14 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 from pathlib import Path
 
 from weft.data.build_store import build, build_settings
+from weft.data.cache_folder import cache_folder
 from weft.data.formats.huggingface_datasets import HUB_PREFIX
 from weft.job.errors import JobError, MachineError
 from weft.job.schema import Data
 from weft.job.token_files import META
-
-
-def cache_folder() -> Path:
-    """~/.cache/weft/tokens, or below XDG_CACHE_HOME."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(root) / "weft" / "tokens"
 
 
 def settings_hash(data: Data, source: str, format: str) -> str:
@@ -34,7 +28,7 @@ def prepared_store(data: Data, source: str, format: str) -> Path:
 
     It is built again when a file, the tokenizer or the template changes.
     """
-    out = cache_folder() / settings_hash(data, source, format)
+    out = cache_folder("tokens") / settings_hash(data, source, format)
     if (out / META).is_file():
         return out
     try:

@@ -29,6 +29,12 @@ def random_bits(first, column, key, gamma):
 
 
 @triton.jit
+def random_share(first, column, key, gamma):
+    """A random number from 0 to 1 of each element."""
+    return random_bits(first, column, key, gamma).to(tl.float32) * (1.0 / 16777216)
+
+
+@triton.jit
 def _level(code, LEVELS: tl.constexpr, POWER: tl.constexpr):
     share = tl.div_rn(code, tl.full(code.shape, LEVELS, tl.float32))
     share = share * share
@@ -101,7 +107,7 @@ def weft_encode_8bit(
     value = tl.load(values + row[:, None] * width + column, mask=inside, other=0.0)
     if ROUNDED:
         first = tl.load(rows + row, mask=exists, other=0) * columns + first_column
-        limit = random_bits(first[:, None], column, key, gamma).to(tl.float32) * (1.0 / 16777216)
+        limit = random_share(first[:, None], column, key, gamma)
     else:
         limit = 0.5
     target = stored + row[:, None] * stride

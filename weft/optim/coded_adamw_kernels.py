@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.optim.adamw_kernels import update
-from weft.optim.codec_kernels import blocks_of_program, decode_block, encode_block, random_bits
+from weft.optim.codec_kernels import blocks_of_program, decode_block, encode_block, random_bits, random_share
 from weft.optim.state_codecs import LEVELS, POWERS, CodedState
 from weft.planner.engine_constants import STATE_SCALE_BLOCK
 
@@ -17,11 +17,6 @@ GROUPS = 8
 """Blocks of elements that one program updates."""
 SIGNED, UNSIGNED = tl.constexpr(float(LEVELS["signed"])), tl.constexpr(float(LEVELS["unsigned"]))
 SQUARE, FOURTH = tl.constexpr(POWERS["signed"]), tl.constexpr(POWERS["unsigned"])
-
-
-@triton.jit
-def _limit(first, column, key, gamma):
-    return random_bits(first, column, key, gamma).to(tl.float32) * (1.0 / 16777216)
 
 
 @triton.jit(do_not_specialize=["mean_key", "square_key", "low_key", "first_column"])
@@ -44,9 +39,9 @@ def weft_coded_adamw(
         w = ((high << 16) + low).to(tl.float32, bitcast=True)
     m, v, w = update(g, m, v, w, corrections, lr, beta1, beta2, eps, decay)
     first = (tl.load(rows + row, mask=exists, other=0) * columns + first_column)[:, None]
-    limit = _limit(first, column, mean_key, gamma)
+    limit = random_share(first, column, mean_key, gamma)
     encode_block(m, limit, mean + coded, block, column, exists, inside, width, SIGNED, SQUARE)
-    limit = _limit(first, column, square_key, gamma)
+    limit = random_share(first, column, square_key, gamma)
     encode_block(v, limit, square + coded, block, column, exists, inside, width, UNSIGNED, FOURTH)
     bits = w.to(tl.int32, bitcast=True)
     if LOW_BITS == 8:

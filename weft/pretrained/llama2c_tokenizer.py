@@ -9,7 +9,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from weft.data.prepared_files import cache_folder
+from weft.data.cache_folder import cache_folder
 from weft.job.errors import JobError
 from weft.pretrained.folder import TOKENIZER
 
@@ -27,7 +27,7 @@ def converted_tokenizer(folder: Path) -> Path | None:
     if source.stat().st_size > MAX_BYTES:
         raise JobError(f"{source} has more than {MAX_BYTES >> 20} MiB, which is no tokenizer of llama2.c")
     content = source.read_bytes()
-    path = cache_folder().parent / "tokenizers" / f"{zlib.crc32(content):08x}-{len(content)}" / TOKENIZER
+    path = cache_folder("tokenizers") / f"{zlib.crc32(content):08x}-{len(content)}" / TOKENIZER
     if not path.is_file():
         made = json.dumps(_tokenizer(_tokens(content, source)), ensure_ascii=False, indent=1)
         path.parent.mkdir(parents=True, exist_ok=True)

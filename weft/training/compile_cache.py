@@ -12,6 +12,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+from weft.data.cache_folder import cache_folder
+
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -25,9 +27,8 @@ def set_compile_cache(fallback: Path) -> None:
 
 def compile_cache() -> Path:
     """~/.cache/weft/compiled/torch-X-python-Y, or below XDG_CACHE_HOME."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     name = f"torch-{version('torch')}-python-{sys.version_info.major}.{sys.version_info.minor}"
-    return Path(root).absolute() / "weft" / "compiled" / name
+    return cache_folder("compiled") / name
 
 
 def _is_private(folder: Path) -> bool:

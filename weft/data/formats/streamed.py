@@ -23,9 +23,10 @@ import numpy as np
 
 from weft.data.build_part import RecordLayout, part_is_complete, part_path, read_part, write_part
 from weft.data.build_store import record_layout
+from weft.data.cache_folder import cache_folder
 from weft.data.formats.record_files import RECORD_FORMATS
 from weft.data.growing import Rounds
-from weft.data.prepared_files import cache_folder, settings_hash
+from weft.data.prepared_files import settings_hash
 from weft.data.sampler import Ints, shuffle
 from weft.data.sources import PART_BYTES, Part, SourceFile, find_files, split_into_parts
 from weft.data.store import token_dtype
@@ -79,7 +80,7 @@ class StreamedDataset:
         self._layout: RecordLayout = record_layout(files, data.tokenizer, data.field, format, data.template)
         self._tokenizer: Tokenizer = load_tokenizer(data.tokenizer)
         self._dtype = token_dtype(self._tokenizer.vocab)
-        self._folder = cache_folder() / f"{settings_hash(data, data.source, format)}-stream"
+        self._folder = cache_folder("tokens") / f"{settings_hash(data, data.source, format)}-stream"
         self.fingerprint = _fingerprint(files)
         self.index_limit = len(self._parts) << WINDOW_BITS
         """Indices of samples are below it."""

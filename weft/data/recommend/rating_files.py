@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import os
 import urllib.error
 import urllib.request
 import zipfile
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.data.cache_folder import cache_folder
 from weft.job.errors import JobError, MachineError
 
 URL = "https://files.grouplens.org/datasets/movielens/ml-100k.zip"
@@ -51,22 +51,20 @@ def find_ratings(folder: Path) -> Path | None:
     return next((f for f in (folder, folder / "ml-100k") if any((f / name).is_file() for name in RATINGS)), None)
 
 
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / "movielens"
-
-
 def local_ratings() -> Path | None:
     """The folder of MovieLens-100k on this machine: of RecBole if it is installed, or downloaded earlier."""
     package = importlib.util.find_spec("recbole")
     places = [Path(p) / "dataset_example" for p in (package.submodule_search_locations or ())] if package else []
-    return next((found for place in (_cache(), *places) if (found := find_ratings(place)) is not None), None)
+    return next(
+        (found for place in (cache_folder("movielens"), *places) if (found := find_ratings(place)) is not None), None
+    )
 
 
 def named_ratings() -> Path:
     """The folder of MovieLens-100k, which is downloaded if it is not on this machine."""
     if (here := local_ratings()) is not None:
         return here
-    cache = _cache()
+    cache = cache_folder("movielens")
     try:
         with urllib.request.urlopen(URL, timeout=60) as answer, zipfile.ZipFile(io.BytesIO(answer.read())) as archive:
             cache.mkdir(parents=True, exist_ok=True)

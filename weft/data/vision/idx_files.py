@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.data.cache_folder import cache_folder
 from weft.job.errors import JobError, MachineError
 
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
@@ -43,13 +44,9 @@ def _existing(folder: Path, name: str) -> Path | None:
     return next((path for path in options if path.is_file()), None)
 
 
-def _cache(name: str) -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / name
-
-
 def local_idx(name: str) -> dict[str, Path] | None:
     """The files of mnist or fashion-mnist on this machine: installed, or downloaded earlier."""
-    found = (find_idx(folder) for folder in (_cache(name), *map(Path, PLACES[name])))
+    found = (find_idx(folder) for folder in (cache_folder(name), *map(Path, PLACES[name])))
     return next((files for files in found if files is not None), None)
 
 
@@ -57,7 +54,7 @@ def named_idx(name: str) -> dict[str, Path]:
     """The files of mnist or fashion-mnist, which are downloaded if they are not on this machine."""
     if (here := local_idx(name)) is not None:
         return here
-    cache, problem = _cache(name), ""
+    cache, problem = cache_folder(name), ""
     for url in URLS[name]:
         try:
             _download(url, cache)
