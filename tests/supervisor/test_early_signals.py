@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fuzz.signals import is_handled, send_one
-from helpers.command import DEADLINE_S, Started, run_of, until, write_job
+from helpers.command import DEADLINE_S, Started, run_of, step_of, until, write_job
 from helpers.forked_python import TEMPLATE_ENV, Popen
 
 from weft.supervisor.run_lock import run_lock
@@ -74,3 +74,24 @@ def test_ranks_that_start_later_get_earlier_signals() -> None:
         for _ in range(KILL_AFTER_INTERRUPTS):
             os.kill(os.getpid(), signal.SIGINT)
         assert late.got[-1] == signal.SIGKILL
+
+
+SLOW_DATASET = """
+import pathlib, time
+
+def samples(data):
+    pathlib.Path("opened").touch()
+    time.sleep(10**6)
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--nproc", "2"], ["--nproc", "1", "--no-resilient"]])
+def test_signal_ends_a_start_that_waits(tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "slow_samples.py").write_text(SLOW_DATASET, encoding="utf-8")
+    data = {"source": "slow_samples:samples"}
+    write_job(tmp_path, train={"steps": 3, "global_batch": 4}, data=data)
+    started = Started(tmp_path, "train", "job.yaml", "name=waits", *arguments)
+    started.wait_for((tmp_path / "opened").exists)
+    started.process.send_signal(signal.SIGTERM)
+    assert started.end().code == 75
+    assert step_of(run_of(tmp_path, "waits")) == 0

@@ -23,10 +23,10 @@ from weft.supervisor.fork_server import ForkedProcess, ForkServer, as_subreaper
 from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER, rank_module
 from weft.supervisor.memory_folder import memory_folder
 from weft.supervisor.run_lock import RunLock
-from weft.supervisor.status_board import PHASES, StatusBoard
+from weft.supervisor.status_board import PHASES, TRAINING, StatusBoard
 from weft.supervisor.stop_signals import STOP_CODES, SignalForwarder, signals_blocked
 from weft.supervisor.wakeup import wake_on_signals
-from weft.watch.journal import Journal
+from weft.watch.journal import Journal, read_metrics
 
 POLL_S = 1.0
 """Poll interval when nothing wakes the manager."""
@@ -35,6 +35,8 @@ MIN_SUPERVISOR_LIFE_S, MAX_SHORT_LIVES = 2.0, 5
 WORKER = "weft.training.supervised_rank"
 """Module of a rank or spare, unless WEFT_RANK_MODULE names another."""
 SUPERVISOR = ("weft.supervisor.supervisor",)
+FIRST_STEP_GRACE_S = 5.0
+"""How long ranks may take to stop by themselves, after a signal, while the run has not committed a step."""
 
 
 def run_supervised(
@@ -102,6 +104,8 @@ class ProcessManager:
         self.fork_server: ForkServer | None = None
         self.supervisor: subprocess.Popen[bytes] | None = None
         self.supervised_since, self.short_lives = 0.0, 0
+        self.stopped_at: float | None = None
+        """When the first stop signal was handled (time.monotonic)."""
 
     def keep(self, log: Callable[[str], None]) -> int:
         wakeup = self.board.wakeup("manager")
@@ -136,7 +140,7 @@ class ProcessManager:
 
     def _look(self) -> None:
         if self.signals.received:
-            self.board["stop"] = int(STOP_CODES[signal.Signals(self.signals.received[0])])
+            self._stop(int(STOP_CODES[signal.Signals(self.signals.received[0])]))
         if self.supervisor is not None and self.supervisor.poll() is not None:
             lived = time.monotonic() - self.supervised_since
             self.short_lives = self.short_lives + 1 if lived < MIN_SUPERVISOR_LIFE_S else 0
@@ -163,6 +167,22 @@ class ProcessManager:
                 self.board.put(slot, "deaths", self.board.get(slot, "deaths") + 1)
             elif process is None and self.board.get(slot, "want"):
                 self._start_slot(slot)
+
+    def _stop(self, code: int) -> None:
+        """After a stop signal: ranks with steps to save end by themselves; before the first step the run ends here, since
+        a rank that waits for data, a compiler or another rank handles no signal."""
+        self.board["stop"] = code
+        self.stopped_at = self.stopped_at or time.monotonic()
+        records = self.board.records()
+        alone = self.command == SUPERVISOR  # nodes have to agree
+        if not alone or self.board["published"] > 1 or any(r.deaths or r.committed for r in records):
+            return
+        begun = all(r.phase in TRAINING for r in records[: self.world])  # else all agree to stop before the first step
+        if not begun or time.monotonic() - self.stopped_at > FIRST_STEP_GRACE_S:
+            step = max((int(record["step"]) for record in read_metrics(self.run.metrics)), default=0)
+            with Journal(self.run) as journal:
+                journal.event("stop", step=step, steps_done=0, code=code)
+            self.board["end"] = code + 1
 
     def _start_slot(self, slot: int) -> None:
         self.board.clear(slot)

@@ -50,6 +50,8 @@ def fit(session: Session, signals: Signals) -> Exit:
         tracer = session.tracer
         metrics = StepMetrics(job, session.plan, session.mesh, state, write, signals, session.guards, tracer,
                               session.energy)  # fmt: skip
+        session.now("data")  # tells the process manager, which ends a run that has not begun
+        signals.begin()
         metrics.agree_to_stop()
         if state.step == 0 and not metrics.stop:
             evaluate()

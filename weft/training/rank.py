@@ -39,6 +39,7 @@ def run_rank(
     run: RunDir, job: Job, plan: Plan, signals: Signals, work: Work | None = None, hook: Hook | None = None
 ) -> int:
     """Train, or run `work` with a session, as the rank given by the environment. Returns the exit code."""
+    signals.exit_until_begun()
     set_up_process(run, plan)
     from weft.training.loop import fit_or_explain
     from weft.training.session import open_session
@@ -46,6 +47,7 @@ def run_rank(
     rank, position = int(os.environ.get("RANK", 0)), ""
     set_process_name(f"weft-rank-{rank}")
     held: Snapshots | None = None
+    session: Session | None = None
     while True:
         try:
             session = open_session(job, plan, run, snapshots=held, hook=hook)
@@ -55,12 +57,16 @@ def run_rank(
             session.close()
             return int(code)
         except BaseException as error:
+            stopped = Signals.decide(signals.flags())
+            nothing_done = session is None or session.state.step == session.first_step
+            if stopped and nothing_done and is_peer_failure(error):
+                return int(stopped)  # another rank got the signal before it had begun
             smaller_plan = record_failure(run, rank, position, error, plan)
             if held is not None:
                 held.drop()  # it may reference tensors of the failed session
             if smaller_plan is None or plan.world > 1:  # the other ranks cannot follow
                 return exit_code(error)
-        plan, session = smaller_plan, None  # type: ignore[assignment]
+        plan, session = smaller_plan, None
         (run.logs / f"failure-{rank}.json").unlink(missing_ok=True)
         gc.collect()
 
