@@ -15,8 +15,8 @@ could reach best = before × (1 + s) / 2. What is regained is (after - during) /
 nothing, 1 if the slow rank's missing half is all that is missing. The aim is 0.8. Before itself cannot be reached: half
 of a rank's time is gone.
 
-Where no control group can be made, both ranks have what the machine gives them and the slow one is stopped and continued
-in turns; other load then changes the figures.
+Where no control group can be made, both ranks have what the machine gives them, and the slow one is stopped and
+continued in turns; other load then changes the figures.
 """
 
 from __future__ import annotations

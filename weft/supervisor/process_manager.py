@@ -169,8 +169,8 @@ class ProcessManager:
                 self._start_slot(slot)
 
     def _stop(self, code: int) -> None:
-        """After a stop signal: ranks with steps to save end by themselves; before the first step the run ends here, since
-        a rank that waits for data, a compiler or another rank handles no signal."""
+        """After a stop signal: ranks with steps to save end by themselves. Before the first step the run ends
+        here, since a rank that waits for data, a compiler or another rank handles no signal."""
         self.board["stop"] = code
         self.stopped_at = self.stopped_at or time.monotonic()
         records = self.board.records()
