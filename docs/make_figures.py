@@ -97,7 +97,8 @@ def layouts_8b() -> str:
 
 
 REFUSED = (
-    (["parallel.tp=3"], 3), (["parallel.tp=4"], 4), (["model.ffn=191", "parallel.tp=2"], 2),
+    (["parallel.tp=3"], 3), (["model.heads=12", "model.kv_heads=4", "model.dim=48", "parallel.tp=6"], 6),
+    (["model.ffn=191", "parallel.tp=2"], 2),
     (["train.global_batch=9", "parallel.dp_shard=2"], 2), (["train.microbatch=3"], 2),
     (["parallel={dp_shard: 2, tp: 2}"], 3), (["parallel={dp_shard: -1, tp: -1}"], 2), (["parallel.ep=2"], 2),
     (["parallel.pp=2", "parallel.schedule=1f1"], 2),

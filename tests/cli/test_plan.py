@@ -93,7 +93,7 @@ def test_text_has_reasons_and_runners_up(job: Path, weft: Weft) -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ("tp=16", "cannot be; parallel.tp=16 does not divide model.kv_heads=8"),
+        ("tp=3", "cannot be; parallel.tp=3 does not divide model.heads=32"),
         ("dp_shard=3", "cannot be; its degrees multiply to 3, which does not divide 16 ranks; dp_shard=2 would work"),
         ("ddp16", "does not fit; its smallest form, dp_replicate 16, needs "),
         ("dp_shard=8 zero3 tp=2", "slower; its best form, dp_shard 8 (zero 3) × tp 2, takes "),

@@ -52,7 +52,8 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "olmo2": lambda: transformers.Olmo2Config(**SIZES),
     "gemma3_text": lambda: transformers.Gemma3TextConfig(
-        **SIZES, head_dim=12, sliding_window=6, layer_types=_WINDOWS, query_pre_attn_scalar=20
+        **{**SIZES, "num_key_value_heads": 1}, head_dim=12, sliding_window=6, layer_types=_WINDOWS,
+        query_pre_attn_scalar=20,
     ),
     "phi3": lambda: transformers.Phi3Config(**SIZES, sliding_window=7),
     "phi3 with longrope": lambda: transformers.Phi3Config(

@@ -282,8 +282,7 @@ def test_a_wrong_job_leaves_no_run_folder(folder: Path) -> None:
         "train.stps=3": "weft: train.stps: unknown key; did you mean train.steps?",
         "train.global_batch=7": "weft: train.global_batch=7 is not a multiple of the 2 data-parallel ranks; "
         "6 or 8 would work",
-        "parallel={tp: 4}": "weft: parallel.tp=4 does not divide model.kv_heads=2: each rank needs a whole key and "
-        "value head; tp=1 or 2 would work",
+        "parallel={tp: 8}": "weft: parallel.tp=8 does not divide model.heads=4; tp=1, 2 or 4 would work",
         "data.source=./nothing": "weft: data.source: no source or path is named './nothing'. It may be pydoc, stdlib, "
         "docstrings, synthetic, mnist, fashion-mnist, movielens, the path of a store made by `weft data build`, or "
         "your own dataset as package.module:name",

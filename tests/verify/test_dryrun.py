@@ -79,6 +79,8 @@ CASES: tuple[tuple[dict[str, Any], str, int, dict[str, Any]], ...] = (
     (LLAMA, "zero3 tp=2", 1, CODED | SGD),
     (GPT2, "1", 0, BF16 | CODED),
     (WIDE, "tp=4", 3, BF16 | SELECTIVE | ADAFACTOR),
+    (LLAMA, "tp=4", 3, BF16 | SGD),
+    ({**LLAMA, "kv_heads": 1, "qk_norm": True}, "zero3 tp=2", 3, FULL),
     ({**GPT2, "layers": 3}, "pp=3 tp=2 dp_shard=2", 9, BF16),
     (GPT2, "pp2 gpipe", 1, SELECTIVE | SGD),
     (DEEP, "pp2 interleaved-1f1b", 0, BF16 | TWO_BLOCKS | ADAFACTOR),

@@ -31,12 +31,14 @@ def _only_new(*new: Tensor) -> tuple[Tensor, ...]:
 class Attention(nn.Module):
     """Grouped-query attention. The number of heads follows from the width of q, k and v, so any share of them works.
 
-    Parallel layouts replace `enter` (gathers the input) and `core` (the attention itself). A cache of earlier tokens
-    replaces `store`, which returns what it is given with that of earlier tokens before it, and `core`.
+    Parallel layouts replace `enter` (gathers the input), `whole_head` (gathers a key or value head of which each rank
+    computes a part) and `core` (the attention itself). A cache of earlier tokens replaces `store`, which returns what
+    it is given with that of earlier tokens before it, and `core`.
     """
 
     core: AttentionFunction = staticmethod(_attention)
     enter: Callable[[Tensor], Tensor] = staticmethod(_unchanged)
+    whole_head: Callable[[Tensor], Tensor] = staticmethod(_unchanged)
     store: Callable[..., tuple[Tensor, ...]] = staticmethod(_only_new)
 
     def __init__(self, m: Model, index: int = 0):
@@ -62,19 +64,19 @@ class Attention(nn.Module):
     def project(self, x: Tensor, info: TokenInfo) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values with rotary positions applied."""
         x = self.enter(x)
-        q, k = self._normed(self.q_norm, self.q(x)), self._normed(self.k_norm, self.k(x))
-        v = self.v(x).unflatten(-1, (-1, self.head_dim))
+        q, k = self._normed(self.q_norm, self.q(x)), self._normed(self.k_norm, self.k(x), self.whole_head)
+        v = self.whole_head(self.v(x)).unflatten(-1, (-1, self.head_dim))
         angles = info.window_rotation if self.window_theta else info.rotation
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
         k, v = self.store(k, v)
         return q if self.q_scale == 1.0 else q * self.q_scale, k, v
 
-    def _normed(self, norm: nn.Module | None, x: Tensor) -> Tensor:
+    def _normed(self, norm: nn.Module | None, x: Tensor, whole: Callable[[Tensor], Tensor] = _unchanged) -> Tensor:
         """x [batch, seq, width] by heads, normalised."""
         if isinstance(norm, WideRMSNorm):
-            return norm(x).unflatten(-1, (-1, self.head_dim))
-        x = x.unflatten(-1, (-1, self.head_dim))
+            return whole(norm(x)).unflatten(-1, (-1, self.head_dim))
+        x = whole(x).unflatten(-1, (-1, self.head_dim))
         return x if norm is None else norm(x)
 
     def forward(self, x: Tensor, info: TokenInfo) -> Tensor:

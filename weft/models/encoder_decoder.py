@@ -33,7 +33,7 @@ class CrossAttention(Attention):
     def keys_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [batch, source, heads, head_dim] of the encoder's output."""
         memory = self.enter(memory)
-        k, v = (layer(memory).unflatten(-1, (-1, self.head_dim)) for layer in (self.k, self.v))
+        k, v = (self.whole_head(layer(memory)).unflatten(-1, (-1, self.head_dim)) for layer in (self.k, self.v))
         return k, v
 
     def forward(self, x: Tensor, memory: Tensor, docs: Tensor | None) -> Tensor:  # type: ignore[override]

@@ -13,6 +13,7 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -108,6 +109,9 @@ def _region(split: TensorSplit, part: PartModule) -> None:
         return  # each rank routes its own tokens (parallel/expert/expert_parallel.py)
     if isinstance(part.module, Attention):
         part.module.enter = split.enter
+        keys = part.module.k
+        if keys is not None and (heads := keys.out_features // part.module.head_dim) < split.axis.size:
+            part.module.whole_head = partial(split.whole_head, heads=heads)
     else:
         part.module.register_forward_pre_hook(lambda _, args: (split.enter(args[0]), *args[1:]))
 

@@ -42,6 +42,12 @@ class TensorSplit:
         """Leave it: partial sums are summed."""
         return scatter_along(x, self.axis, SEQ) if self.sequence else reduce_out(x, self.axis)
 
+    def whole_head(self, x: Tensor, heads: int) -> Tensor:
+        """The one of `heads` heads that this rank's queries read, from the ranks' parts x [batch, seq, part]."""
+        whole = gather_along(x, self.axis, x.dim() - 1)
+        width = whole.shape[-1] // heads
+        return whole.narrow(-1, self.axis.rank * heads // self.axis.size * width, width).contiguous()
+
     def shard(self, size: int) -> tuple[int, int]:
         """The start and length of this rank's shard of a dim of `size`; the last shards may be shorter."""
         step = -(-size // self.axis.size)

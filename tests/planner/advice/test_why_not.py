@@ -33,7 +33,7 @@ def made() -> Survey:
     [
         ("tp=0", "cannot be", "tp=0 is less than 1"),
         ("pp=64", "cannot be", "multiply to 64, which does not divide 16 ranks; pp=16 would work"),
-        ("tp=3", "cannot be", "does not divide model.heads=32; tp=1, 2, 4 or 8 would work"),
+        ("tp=3", "cannot be", "does not divide model.heads=32; tp=1, 2, 4, 8 or 16 would work"),
         ("pp=12", "cannot be", "multiply to 12, which does not divide 16 ranks; pp=8 would work"),
         ("tp=2 pp=6", "cannot be", "multiply to 12, which does not divide 16 ranks; 8 would"),
         ("ep=2", "cannot be", "the model has none"),

@@ -27,9 +27,9 @@ def refused(world: int | None = None, **job: Any) -> str:
 @pytest.mark.parametrize(
     ("world", "job", "text"),
     [
-        (4, {"model": SMALL, "parallel": {"tp": 4}},
-         "parallel.tp=4 does not divide model.kv_heads=2: each rank needs a whole key and value head; "
-         "tp=1 or 2 would work"),
+        (6, {"model": {**SMALL, "heads": 12, "dim": 48, "kv_heads": 4}, "parallel": {"tp": 6}},
+         "parallel.tp=6 and model.kv_heads=4 of head_dim=4: each rank has whole key and value heads, or an equal part "
+         "of one; tp=1, 2 or 4 would work"),
         (4, {"model": {**SMALL, "heads": 6, "dim": 48, "kv_heads": 6}, "parallel": {"tp": 4}},
          "parallel.tp=4 does not divide model.heads=6; tp=1, 2, 3 or 6 would work"),
         (2, {"model": {**SMALL, "ffn": 33}, "parallel": {"tp": 2}},
@@ -154,7 +154,12 @@ def test_refusals_name_the_clash_and_what_would_work(world: int, job: dict[str, 
 
 
 def test_all_broken_rules_are_listed() -> None:
-    result = refused(4, model={**SMALL, "ffn": 97}, parallel={"tp": 4}, train={"global_batch": 5, "microbatch": 2})
+    result = refused(
+        4,
+        model={**SMALL, "heads": 6, "dim": 48, "ffn": 97},
+        parallel={"tp": 4},
+        train={"global_batch": 5, "microbatch": 2},
+    )
     assert [line.split()[0] for line in result.splitlines()] == ["parallel.tp=4", "model.ffn=97", "train.microbatch=2"]
 
 

@@ -15,6 +15,7 @@ from weft.planner.estimator import Estimator, make_estimator
 from weft.planner.make_plan import make_plan, pick_layout, start_plan
 from weft.planner.memory.layout_group import SPLITS
 from weft.planner.plan import Plan
+from weft.planner.rules.tensor_rules import heads_fit
 from weft.planner.search.candidates import RECOMPUTES, Layouts
 from weft.planner.search.frontier import TIME_TOLERANCE
 from weft.planner.search.search import find_layouts
@@ -59,7 +60,7 @@ def test_the_product_of_degrees_is_the_world(model: str, world: int, batch: int)
     assert ((layouts.dp_shard * layouts.cp * layouts.tp) % layouts.ep == 0).all()
     assert ((layouts.zero > 0) == (layouts.dp_shard > 1)).all()
     if job.model.heads:
-        assert (job.model.kv_heads % layouts.tp == 0).all()
+        assert all(heads_fit(job.model, int(tp)) for tp in np.unique(layouts.tp))
         assert (layouts.pp * layouts.virtual_stages <= job.model.layers + 2).all()
     else:
         units = np.where(layouts.tp > 1, -(-job.model.layers // 2), job.model.layers)  # tp cuts layers in pairs

@@ -114,10 +114,10 @@ def _sample_bytes(job: Job) -> float:
 def _sizes(job: Job, layouts: Layouts, flags: dict[str, Any], plan: Plan) -> Sizes:
     m, tp = job.model, layouts.tp
     tokens = layouts.microbatch * job.data.seq_len / layouts.cp
-    head_dim = m.head_dim or 0
+    head_dim, kv = m.head_dim or 0, m.kv_heads or 0
     return Sizes(
         rows=tokens / tp if flags["sequence"] else tokens, tokens=tokens, dim=m.dim or 0,
-        heads=(m.heads or 0) * head_dim / tp, kv=(m.kv_heads or 0) * head_dim / tp, scores=(m.heads or 0) / tp,
+        heads=(m.heads or 0) * head_dim / tp, kv=np.maximum(kv / tp, min(1, kv)) * head_dim, scores=(m.heads or 0) / tp,
         ffn=(m.ffn or 0) / tp, c=FP32_BYTES if flags["fp32"] else 2, tp=flags["tp"], sequence=flags["sequence"],
         retain=flags["retain"], fused=plan.device == "cuda", coded=plan.activations == "fp8",
     )  # fmt: skip

@@ -91,6 +91,10 @@ class ModelFacts:
     def kv_width(self) -> Size:
         return self.kv_heads * self.head_dim
 
+    def kv_width_on(self, tp: Size) -> Size:
+        """Width of the keys that a rank of tp reads: of one head where there are fewer heads than ranks."""
+        return np.maximum(self.kv_heads / tp, np.minimum(self.kv_heads, 1)) * self.head_dim
+
     @property
     def attention_weights(self) -> Size:
         """Multiplied weights of one attention part."""

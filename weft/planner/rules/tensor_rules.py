@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from weft.job.data import PAD_MULTIPLE
-from weft.job.schema import Job
+from weft.job.schema import Job, Model
 from weft.planner.plan import Plan
 from weft.planner.rules.arithmetic import divisors, either
 from weft.planner.rules.context_rules import attends
 
 
 def heads_rule(job: Job, plan: Plan) -> str | None:
-    """tp divides the attention heads and the key and value heads."""
+    """tp divides the attention heads, and the key and value heads or their parts."""
     heads, kv = job.model.heads, job.model.kv_heads
     if plan.tp == 1 or not attends(job) or not heads or not kv:
         return None
-    fit = [d for d in divisors(heads) if kv % d == 0]
+    fit = [d for d in divisors(heads) if heads_fit(job.model, d)]
     if heads % plan.tp:
         return f"parallel.tp={plan.tp} does not divide model.heads={heads}; tp={either(fit)} would work"
-    if kv % plan.tp:
-        return (
-            f"parallel.tp={plan.tp} does not divide model.kv_heads={kv}: each rank needs a whole key and value head; "
-            f"tp={either(fit)} would work"
-        )
-    return None
+    if heads_fit(job.model, plan.tp):
+        return None
+    return (
+        f"parallel.tp={plan.tp} and model.kv_heads={kv} of head_dim={job.model.head_dim}: each rank has whole key and "
+        f"value heads, or an equal part of one; tp={either(fit)} would work"
+    )
+
+
+def heads_fit(model: Model, tp: int) -> bool:
+    """Whether each rank of tp has whole query heads, and whole key and value heads or an equal part of one."""
+    heads, kv = model.heads or 0, model.kv_heads or 0
+    return heads % tp == 0 and (kv % tp == 0 or (tp % kv == 0 and kv * (model.head_dim or 0) % tp == 0))
 
 
 def padding_rule(job: Job, plan: Plan) -> str | None:

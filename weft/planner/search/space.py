@@ -13,6 +13,7 @@ from weft.job.compression import COMPRESSORS
 from weft.job.schema import Job
 from weft.planner.rules.arithmetic import divisors
 from weft.planner.rules.context_rules import needs_whole_sequence
+from weft.planner.rules.tensor_rules import heads_fit
 from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.search.candidates import (
     CP_STYLES,
@@ -108,7 +109,7 @@ def job_space(job: Job, world: int, precision: str, recompute: Iterable[str] = R
     width = (model.ffn if not model.is_stack else model.dim) or 1
     layers = model.layers or 1
     parts = layers if model.is_stack else layers + 2
-    tp = [d for d in options if width % d == 0 and (not heads or (heads % d == 0 and kv % d == 0))]
+    tp = [d for d in options if width % d == 0 and (not heads or heads_fit(model, d))]
     whole = needs_whole_sequence(job)
     cp = [
         d

@@ -85,14 +85,18 @@ def block_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: 
     row = tokens * model.dim * size
     # tensor parallel: two sums forward and two backward, as large as the residual stream
     near_tp = links.rank_group(cluster, layouts.tp, ones, cal)
-    tp = 2 * links.all_reduce_time(near_tp, row) * (1 - cal.overlap_tp)
+    kv = model.kv_width_on(layouts.tp)
+    # keys and values of which each rank computes a part of a head are gathered, and their gradients are scattered
+    shared = (np.asarray(model.kv_heads) > 0) & (layouts.tp > model.kv_heads)
+    parts = np.where(shared, 2 * links.all_gather_time(near_tp, tokens * model.kv_width * size), 0.0)
+    tp = (2 * links.all_reduce_time(near_tp, row) + parts) * (1 - cal.overlap_tp)
     head = w.head_forward
     if cal.logits_whole:
         head = head + links.all_gather_time(near_tp, tokens * model.head_share * model.vocab * size)
     # context parallel: keys and values go round a ring, or heads are exchanged
     near = links.rank_group(cluster, layouts.cp, layouts.tp, cal)
-    ring = (layouts.cp - 1) * links.send_time(near, 2 * tokens * model.kv_width / layouts.tp * size)
-    swap = links.all_to_all_time(near, tokens * (2 * model.q_width + 2 * model.kv_width) / layouts.tp * size)
+    ring = (layouts.cp - 1) * links.send_time(near, 2 * tokens * kv * size)
+    swap = links.all_to_all_time(near, tokens * 2 * (model.q_width / layouts.tp + kv) * size)
     cp = np.where(layouts.cp > 1, np.where(layouts.cp_style == CP_STYLES.index("ring"), ring, swap), 0.0)
     cp_f, cp_b = exposed(cp, w.attention, cal.overlap_cp), exposed(2 * cp, 2.5 * w.attention, cal.overlap_cp)
     # expert parallel: tokens go to their experts and back

@@ -117,7 +117,7 @@ def compute_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal
     # memory-bound operations: norms and residuals, rotary embeddings, activation functions
     whole = np.where(np.asarray(model.norm_rows) > 0, 10.0, 0.0) * model.dim / np.where(layouts.sequence, tp, 1)
     hidden = (1 - share) * model.ffn + share * (model.top_k * (model.moe_ffn + 2 * model.dim) + model.shared_ffn)
-    cut = (2 * (q + kv) + (model.gates + 1) * hidden) / tp
+    cut = (2 * q + (model.gates + 1) * hidden) / tp + 2 * model.kv_width_on(tp)
     moved_f = tokens * size * (whole + cut) / memory * cal.traffic
     forward = np.where(has_attention, qkv_f + out_f, 0) + (1 - share) * mlp_f + share * moe_f + attention_f + moved_f
     backward = (
@@ -128,7 +128,8 @@ def compute_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal
     head_f, head_b = both(rows, model.vocab / tp, model.dim, head_speed)
     logits = rows * model.vocab / (1 if cal.logits_whole else tp) * LOGIT_BYTES / memory * cal.traffic
     has_head = np.asarray(model.vocab) > 0
-    stored = 4 * model.dim / np.where(layouts.sequence, tp, 1) + 2 * (q + kv + np.maximum(model.gates, 1) * hidden) / tp
+    stored = 4 * model.dim / np.where(layouts.sequence, tp, 1) + 2 * (q + np.maximum(model.gates, 1) * hidden) / tp
+    stored = stored + 2 * model.kv_width_on(tp)
     return ComputeTime(
         forward=forward,
         backward=backward,

@@ -64,7 +64,7 @@ def context_bytes(model: Model, plan: Plan, tokens: int, compute: int, group: in
     """
     ring, ulysses = plan.rings
     d, layers = model.head_dim or 0, (model.layers or 0) / plan.pp
-    heads, kv = (model.heads or 0) // plan.tp, (model.kv_heads or 0) // plan.tp
+    heads, kv = (model.heads or 0) // plan.tp, max(1, (model.kv_heads or 0) // plan.tp)
     again: float = {"none": 0, "full": 1, "selective": 1}.get(str(plan.recompute), 0)
     if isinstance(plan.recompute, int):
         again = plan.recompute / max(1, model.layers or 1)

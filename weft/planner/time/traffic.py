@@ -151,6 +151,11 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
         tp["reduce_scatter"] += times * one * (enters + leaves + again[1])
     else:
         tp["all_reduce"] += times * one * (enters + leaves + again[1])
+    if plan.tp > (model.kv_heads or 0):  # keys and values of which each rank computes a part of a head
+        attentions = blocks + (decoders if model.is_encoder_decoder else 0)
+        kv = 2 * times * attentions * one // (model.dim or 1) * (model.kv_heads or 0) * (model.head_dim or 0)
+        tp["all_gather"] += kv * (2 if plan.recompute == "full" else 1)
+        tp["reduce_scatter"] += kv
     if begins and model.lora is not None:  # what a frozen embedding gives has no gradient
         for kind in ("all_gather", "reduce_scatter") if plan.sequence else ("all_reduce",):
             tp[kind] -= times * one
