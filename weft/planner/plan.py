@@ -8,6 +8,8 @@ from typing import Any
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The axes of the mesh, outermost first. ep is laid over dp_shard × cp × tp."""
+DEGREES = (*AXES, "nodes", "ep", "virtual_stages", "microbatch", "accumulation")
+"""Fields of a plan that are whole numbers from 1."""
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,9 @@ class Plan:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
         known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
+        for name in DEGREES:
+            if type(value := known.get(name, 1)) is not int or value < 1:
+                raise ValueError(f"a plan with {name} {value!r}; whole numbers from 1 are possible")
         split = tuple((a, b) for a, b in known.get("split", ()))
         lists = {key: tuple(known.get(key, ())) for key in ("reasons", "homes", "tables", "towers", "tower_costs")}
         return cls(**{**known, **lists, "split": split})

@@ -105,13 +105,21 @@ def test_history_corrects_the_calibration(tmp_path: Path) -> None:
 def test_damaged_runs_are_skipped_and_counted(tmp_path: Path) -> None:
     plan = '{"device": "cuda", "device_name": "h100-sxm", "backend": "nccl"}'
     slow = '{"step_time_s": NaN}\n{"step_time_s": "x"}\n[1]\n{"step_time_s": -1}\n{"step_time_s": 1}\n'
-    for name, files in {"a": ("{", "x", ""), "b": ("[]", "[]", "[]"), "c": (plan, "model: llama-8b\n", slow)}.items():
+    none, well = plan.replace("}", ', "virtual_stages": 0}'), '{"step_time_s": 1}\n' * 9
+    job = "model: llama-8b\ncluster: {device: h100-sxm}\n"
+    runs = {
+        "a": ("{", "x", ""),
+        "b": ("[]", "[]", "[]"),
+        "c": (plan, "model: llama-8b\n", slow),
+        "d": (none, job, well),
+    }
+    for name, files in runs.items():
         (tmp_path / name).mkdir()
         for file, text in zip(("plan.json", "job.yaml", "metrics.jsonl"), files, strict=True):
             (tmp_path / name / file).write_text(text)
     output, same = read_history(tmp_path, "h100-sxm", load_calibration("weft"))
-    assert (output.runs, output.unread, output.factor) == ((), 3, 1.0) and same == load_calibration("weft")
-    assert "3 folders could not be used" in history_table(output)
+    assert (output.runs, output.unread, output.factor) == ((), 4, 1.0) and same == load_calibration("weft")
+    assert "4 folders could not be used" in history_table(output)
 
 
 def test_a_run_without_progress_has_a_finite_time() -> None:
