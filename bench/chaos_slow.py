@@ -15,6 +15,11 @@ could reach best = before × (1 + s) / 2. What is regained is (after - during) /
 nothing, 1 if the slow rank's missing half is all that is missing. The aim is 0.8. Before itself cannot be reached: half
 of a rank's time is gone.
 
+Load on the other threads of the same cores still changes how much a rank computes in a second of processor time, by
+several per cent from one minute to the next. The processor time of a step, over both ranks, is therefore measured in
+each of the three windows, and `regained_same_speed` uses throughputs at the processor time of the first one. It does
+not see work that takes more processor time because it is divided unevenly; `regained` does, with other load in it.
+
 Where no control group can be made, both ranks have what the machine gives them, and the slow one is stopped and
 continued in turns; other load then changes the figures.
 """
@@ -39,7 +44,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-AT, STEPS, LAST = 30, 120, 30
+AT, STEPS, LAST = 40, 150, 40
 PERIOD_US = 20_000
 JOB = {
     "name": "slow", "model": {"family": "llama", "dim": 128, "layers": 3, "heads": 4, "ffn": 384},
@@ -129,6 +134,24 @@ def process_of(launcher: int, rank: int) -> int:
     raise SystemExit(f"no process is named weft-rank-{rank}")
 
 
+class ProcessorTime:
+    """The processor time of some processes at each step of a run."""
+
+    def __init__(self, pids: list[int]) -> None:
+        self.processes = [psutil.Process(pid) for pid in pids]
+        self.at: dict[int, float] = {}
+
+    def note(self, step: int) -> None:
+        with contextlib.suppress(psutil.Error):
+            times = [process.cpu_times() for process in self.processes]
+            self.at.setdefault(step, sum(t.user + t.system for t in times))
+
+    def per_step(self, first: int, last: int) -> float:
+        """Seconds a step, between the noted steps nearest inside the window."""
+        inside = sorted(step for step in self.at if first <= step <= last)
+        return (self.at[inside[-1]] - self.at[inside[0]]) / (inside[-1] - inside[0])
+
+
 def trial(share: float, cores: float = 0.5) -> dict[str, Any]:
     """One run."""
     with tempfile.TemporaryDirectory() as folder:
@@ -138,16 +161,21 @@ def trial(share: float, cores: float = 0.5) -> dict[str, Any]:
         command = [sys.executable, "-m", "weft", "train", str(job)]
         train = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
-        def steps(count: int) -> int:
+        def steps(count: int, used: ProcessorTime | None = None) -> int:
             while (done := len(lines(run / "metrics.jsonl"))) < count and train.poll() is None:
+                if used is not None:
+                    used.note(done)
                 time.sleep(0.05)
             return done
 
         held = steps(1)
-        with quotas([process_of(train.pid, rank) for rank in (0, 1)], cores) as reduce:
-            steps(AT)
+        pids = [process_of(train.pid, rank) for rank in (0, 1)]
+        used = ProcessorTime(pids)
+        with quotas(pids, cores) as reduce:
+            steps(AT, used)
             means = reduce(share)
-            struck = len(lines(run / "metrics.jsonl"))
+            struck = steps(1)
+            steps(STEPS, used)
             train.wait()
         output = [e for e in lines(run / "events.jsonl") if e.get("fault") == "slow_rank"]
         seconds = [r["step_time_s"] for r in lines(run / "metrics.jsonl")]
@@ -155,20 +183,29 @@ def trial(share: float, cores: float = 0.5) -> dict[str, Any]:
     moved = next((e for e in output if e["event"] == "recovered" and e["step"] > struck), None)
     first = moved["step"] if moved else STEPS - LAST
     tokens = JOB["train"]["global_batch"] * JOB["data"]["seq_len"]  # type: ignore[index]
-    parts = (seconds[held + 6 : struck - 1], seconds[struck + 1 : first - 1], seconds[-LAST:])
-    before, during, after = (tokens / statistics.mean(part) for part in parts)
-    best = before * (1 + during / before) / 2
+    windows = ((held + 6, struck - 1), (struck + 1, first - 1), (STEPS - LAST, STEPS))
+    rates = [tokens / statistics.mean(seconds[begin:end]) for begin, end in windows]
+    cpu = [used.per_step(*window) for window in windows]
+    before, during, after = rates
     return {
         "means": means, "cores": cores, "share": share,
-        "before": before, "during": during, "after": after, "best": best,
-        "regained": (after - during) / (best - during),
+        "before": before, "during": during, "after": after,
+        "regained": regained(rates),
+        "regained_same_speed": regained([rate * seconds / cpu[0] for rate, seconds in zip(rates, cpu, strict=True)]),
+        "cpu_s_per_step": cpu,
         "named_after_steps": named["step"] - struck if named else None,
         "named_rank": named["rank"] if named else None,
         "moved_after_steps": moved["step"] - struck if moved else None,
         "shares": [e["shares"] for e in output if e["event"] == "recovered"],
-        "moved_at": [e["step"] for e in output if e["event"] == "recovered"],
         "load": os.getloadavg()[0],
     }  # fmt: skip
+
+
+def regained(rates: list[float]) -> float:
+    """Part of the throughput that moving work can bring back, from the throughputs before, during and after."""
+    before, during, after = rates
+    best = before * (1 + during / before) / 2
+    return (after - during) / (best - during)
 
 
 def main() -> None:

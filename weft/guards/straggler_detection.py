@@ -20,6 +20,8 @@ CONTENTION_SPAN_S = 6.0
 """Span of a window if CPU contention may be the cause."""
 REBALANCE_SPAN_S = 2.0
 """Span of a window before work is rebalanced."""
+REFINE_SPAN_S = 6.0
+"""Span of a window before a division of work is corrected by little."""
 MAX_STEPS = 2048
 """Steps that are kept."""
 SLOW_RATIO = 1.5
@@ -84,9 +86,9 @@ class RankTimes:
                 return found[::-1]
         return []
 
-    def typical(self) -> list[float]:
+    def typical(self, span_s: float = REBALANCE_SPAN_S) -> list[float]:
         """Each rank's compute time in a step; empty while unknown."""
-        window = self.window(REBALANCE_SPAN_S)
+        window = self.window(span_s)
         return [typical(window, rank) for rank in range(self.ranks)] if window else []
 
     def slow(self) -> SlowRank | None:

@@ -11,7 +11,7 @@ from weft.data.loader import Loader
 from weft.guards.fault_log import FaultLog
 from weft.guards.slow_links import SlowLinkDetector
 from weft.guards.step_report import RankFigures
-from weft.guards.straggler_detection import RankTimes, SlowRank
+from weft.guards.straggler_detection import REFINE_SPAN_S, RankTimes, SlowRank
 from weft.guards.work_shares import MIN_TIME_LOST_S, Rebalancer
 from weft.job.schema import Job
 from weft.mesh import UNDER, Mesh
@@ -86,6 +86,8 @@ class StragglerResponse:
         if self.plan.dp == 1 or self.plan.alone or self.same_rows or self._fixed():
             return
         better = self.balance.better(self.shares, self._by_share(typical))
+        if better is None and (typical := self.times.typical(REFINE_SPAN_S)):
+            better = self.balance.refined(self.shares, self._by_share(typical))
         if better is not None:
             self._reshare(now, better)
 

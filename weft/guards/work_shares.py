@@ -55,22 +55,29 @@ class Rebalancer:
         """Divisions since the work was divided evenly."""
 
     def better(self, shares: BatchShares, busy: Sequence[float]) -> BatchShares | None:
-        """A better division if work should move now. `busy` is the compute time of each data-parallel rank."""
+        """A better division if work should move now. `busy` is the compute time of each data-parallel rank lately."""
+        counts, saved = self._divide(shares, busy)
+        self.lost_s = self.lost_s + saved if saved >= MIN_SAVING * max(busy) else 0.0
+        return self._move(counts) if counts and self.lost_s >= MIN_TIME_LOST_S else None
+
+    def refined(self, shares: BatchShares, busy: Sequence[float]) -> BatchShares | None:
+        """A small correction of a division. `busy` is over a longer time, in which single late steps do not matter."""
+        counts, saved = self._divide(shares, busy) if self.moves else ((), 0.0)
+        least = min(MIN_SAVING, MIN_REFINED_SAVING * 2 ** (self.moves - 1))
+        return self._move(counts) if counts and saved >= least * max(busy) else None
+
+    def _divide(self, shares: BatchShares, busy: Sequence[float]) -> tuple[Sequence[int], float]:
+        """The best counts, and the seconds that they save in a step; none if nothing can move."""
         seconds = [time / count for time, count in zip(busy, shares.counts, strict=True)]
         if min(seconds) <= 0:
-            return None
+            return (), 0.0
         try:
             counts = divide_samples(self.samples, seconds, self.limits.least, self.limits.most)
-        except ValueError:  # nothing can move
-            return None
-        saved = max(busy) - max(s * n for s, n in zip(seconds, counts, strict=True))
-        refined = MIN_REFINED_SAVING * 2 ** (self.moves - 1) if self.moves else MIN_SAVING
-        if saved < min(MIN_SAVING, refined) * max(busy):
-            self.lost_s = 0.0
-            return None
-        self.lost_s += saved
-        if self.lost_s < (MIN_TIME_LOST_S if refined >= MIN_SAVING else 0.5 * MIN_TIME_LOST_S):
-            return None
+        except ValueError:
+            return (), 0.0
+        return counts, max(busy) - max(s * n for s, n in zip(seconds, counts, strict=True))
+
+    def _move(self, counts: Sequence[int]) -> BatchShares:
         self.lost_s = 0.0
         self.moves = self.moves + 1 if len(set(counts)) > 1 else 0
         return shares_of(counts, self.limits)
