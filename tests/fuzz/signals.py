@@ -1,12 +1,14 @@
 """Stop signals at random moments of a run: `python -m tests.fuzz.signals [COUNT] [SEED]`.
 
-A run must end with the exit code of the signal, or with 0 if it had already finished, without a traceback; started
-again, it continues. Before Python handles the signal, the process may end by it (the system's default action), with
-nothing written.
+Half of the moments are some time after the start, the others at some step, the last ones included; signals go to the
+launcher or to its process group, some of them twice. A run must end with the exit code of the signal, or with 0 if it
+had already finished, without a traceback; started again, it continues. Before Python handles the signal, the process
+may end by it (the system's default action), with nothing written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -34,7 +36,7 @@ END_S = 300.0
 JOB: dict[str, Any] = {
     "model": {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 2, "ffn": 32},
     "data": {"seq_len": 16, "source": "synthetic"},
-    "train": {"steps": STEPS, "global_batch": 2, "eval_every": 10, "eval_batches": 1},
+    "train": {"steps": STEPS, "global_batch": 4, "eval_every": 10, "eval_batches": 1},
     "checkpoint": {"every": 7},
     "cluster": {"device": "cpu"},
 }
@@ -59,8 +61,12 @@ def send_one(
     popen: type[subprocess.Popen[Any]] = subprocess.Popen,
     env: Mapping[str, str] = os.environ,
     total: int = STEPS,
+    at_step: int = 0,
+    group: bool = False,
+    again: signal.Signals | None = None,
 ) -> str:
-    """Start or continue the run in `folder`, send a signal after some seconds; returns what went wrong, or empty."""
+    """Start or continue the run in `folder`, send a signal some seconds after its start or after a step, to the process
+    or its group, and perhaps another one; returns what went wrong, or empty."""
     job = {**JOB, "parallel": {"dp_shard": ranks}, "train": {**JOB["train"], "steps": total}}
     (folder / "job.yaml").write_text(yaml.safe_dump(job), encoding="utf-8")
     env = {**env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -68,10 +74,14 @@ def send_one(
     with (folder / "output.txt").open("w+", encoding="utf-8") as output:
         command = [sys.executable, "-m", "weft", "train", "job.yaml"]
         process = popen(command, cwd=folder, env=env, stdout=output, stderr=output, start_new_session=True)
+        while _steps(run) < at_step and process.poll() is None:
+            time.sleep(0.02)
         time.sleep(after_s)
         before_python = not is_handled(process.pid, number)
         steps_before = _steps(run)
-        process.send_signal(number)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            for each in (number, *((again,) if again else ())):
+                (os.killpg if group else os.kill)(process.pid, each)
         try:
             code = process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -81,13 +91,13 @@ def send_one(
         text = output.read()
     if "Traceback" in text:
         return f"traceback after {number.name}: {text[-2000:]}"
-    if before_python and code == -number:
+    if before_python and code in (-number, *((-again,) if again else ())):
         return ""
     steps = _steps(run)
     if code == 0:
         lost = steps < total or steps_before < total - LAST_STEPS
         return f"code 0 after {number.name} at step {steps_before}, {steps} steps" if lost else ""
-    if code != int(STOP_CODES[number]):
+    if code not in {int(STOP_CODES[each]) for each in (number, again or number)}:
         return f"code {code} after {number.name}: {text[-500:]}"
     saved = newest_good(run.checkpoints)
     return (
@@ -101,14 +111,17 @@ def main(count: int = 200, seed: int = 0) -> int:
     chance, failures = random.Random(seed), 0
     with tempfile.TemporaryDirectory(prefix="weft-signals-") as base:
         for i in range(count):
-            ranks, number = chance.choice((1, 2, 2)), chance.choice(list(STOP_CODES))
+            ranks, number = chance.choice((1, 2, 2, 4)), chance.choice(list(STOP_CODES))
             folder = Path(base) / f"{ranks}-{i // 4}"  # some runs are new, others continue
             folder.mkdir(exist_ok=True)
-            after_s = chance.uniform(0.4, 6.0)
-            problem = send_one(folder, ranks, number, after_s)
+            at_step, after_s = chance.choice([(0, chance.uniform(0.2, 8.0)), (chance.randint(1, STEPS), 0.0)])
+            group, again = chance.random() < 0.5, chance.choice([None, None, *STOP_CODES])
+            problem = send_one(folder, ranks, number, after_s, total=STEPS, at_step=at_step, group=group, again=again)
             failures += bool(problem)
             if problem:
-                print(f"{i}: {ranks} ranks, {number.name} after {after_s:.3f} s: {problem}", flush=True)
+                moment = f"{after_s:.3f} s" if not at_step else f"step {at_step}"
+                where = f"{'group' if group else 'launcher'}{f', then {again.name}' if again else ''}"
+                print(f"{i}: {ranks} ranks, {number.name} after {moment} to the {where}: {problem}", flush=True)
     print(f"{count} signals, {failures} failures")
     return 1 if failures else 0
 

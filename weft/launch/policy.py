@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import signal
@@ -23,6 +22,7 @@ from weft.job.launch.rule import Rule, parse_rule
 from weft.job.launch.settings import LaunchPolicy
 from weft.job.run_folder import RunDir
 from weft.launch.launch_job import POLL_S, follow, submit
+from weft.launch.process_start import own_record, running_process
 from weft.launch.targets.driver import write_json
 from weft.launch.targets.known_targets import find_target
 from weft.launch.targets.target import LaunchRecord, LaunchRequest, Target, launch_folder
@@ -123,7 +123,7 @@ def run_by_policy(target: Target, request: LaunchRequest, log: Callable[[str], N
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, frame: received.append(number))
-    write_json(path, {"pid": os.getpid(), "created": psutil.Process().create_time()})
+    write_json(path, own_record())
     record: LaunchRecord | None = None
     try:
         while True:
@@ -184,9 +184,7 @@ def policy_process(folder: Path) -> psutil.Process | None:
     """The process that applies the rule of a launched run, if it is alive on this machine."""
     with suppress(OSError, psutil.Error, KeyError, TypeError, ValueError):
         found = json.loads((folder / POLICY_FILE).read_text(encoding="utf-8"))
-        process = psutil.Process(int(found["pid"]))
-        if abs(process.create_time() - float(found["created"])) < 1.0 and process.status() != psutil.STATUS_ZOMBIE:
-            return process
+        return running_process(found)
     return None
 
 

@@ -11,19 +11,12 @@ from pathlib import Path
 import psutil
 
 from weft.job.errors import MachineError
+from weft.launch.process_start import start_time
 from weft.launch.queue.folder import QueueFolder, is_locked
 from weft.launch.queue.records import ClaimRecord
 
 GRACE_S, POLL_S = 15.0, 0.05
 """Time that processes have to save and end after SIGTERM."""
-
-
-def start_time(pid: int) -> float | None:
-    """When a process started; None if there is none."""
-    try:
-        return psutil.Process(pid).create_time()
-    except psutil.Error:
-        return None
 
 
 def children_cpu_s(pid: int) -> float:
@@ -45,8 +38,8 @@ def children_cpu_s(pid: int) -> float:
 def is_stopped(claim: ClaimRecord) -> bool:
     """Whether the owner of a claim is stopped, as by Ctrl-Z: it holds its resources without using them."""
     try:
-        process = psutil.Process(claim.pid)
-        return process.create_time() == claim.started and process.status() == psutil.STATUS_STOPPED
+        status = psutil.Process(claim.pid).status()
+        return start_time(claim.pid) == claim.started and status == psutil.STATUS_STOPPED
     except psutil.Error:
         return False
 

@@ -16,9 +16,8 @@ from collections import deque
 from pathlib import Path
 from types import FrameType
 
-import psutil
-
 from weft.job.errors import Exit
+from weft.launch.process_start import own_record
 from weft.launch.targets.target import EXIT_FILE
 from weft.supervisor.stop_signals import STOP_CODES, handled_signals
 
@@ -71,7 +70,7 @@ def main() -> int:
     folder, command = Path(sys.argv[1]), sys.argv[3:]
     if sys.argv[2] == "attached":
         end_with_parent()
-    write_json(folder / DRIVER_FILE, {"pid": os.getpid(), "created": psutil.Process().create_time()})
+    write_json(folder / DRIVER_FILE, own_record())
     code = run_command(command)
     write_json(folder / EXIT_FILE, {"code": code})
     return code

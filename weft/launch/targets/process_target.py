@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from weft.job.errors import JobError, MachineError
+from weft.launch.process_start import running_process
 from weft.launch.targets.driver import DRIVER_FILE
 from weft.launch.targets.target import (
     EXIT_FILE,
@@ -101,8 +102,6 @@ def _driver(folder: Path) -> psutil.Process | None:
     """The running driver of a launch; None if it has exited."""
     try:
         found = json.loads((folder / DRIVER_FILE).read_text(encoding="utf-8"))
-        process = psutil.Process(int(found["pid"]))
-        same = abs(process.create_time() - float(found["created"])) < 1.0
-        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+        return running_process(found)
     except (OSError, ValueError, KeyError, TypeError, psutil.Error):
         return None
