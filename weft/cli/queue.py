@@ -73,7 +73,7 @@ def _weight(text: str) -> tuple[str, float]:
 
     user, _, number = text.partition("=")
     try:
-        if not user or float(number) <= 0:
+        if not user or not 0 < float(number) < float("inf"):
             raise ValueError
     except ValueError:
         raise JobError(f"--weight {text} must be USER=WEIGHT with a weight above 0, such as alice=2") from None

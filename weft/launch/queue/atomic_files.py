@@ -1,13 +1,37 @@
-"""Files of the queue: written atomically, readable by every user, changed by their owner only."""
+"""Files of the queue: written atomically, readable by every user, changed by their owner only.
+
+Every user may create files in its folders, so what is read there is checked: a pipe would block all users.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import secrets
+import stat
 from pathlib import Path
 
 READABLE = 0o644
+MAX_BYTES = 1 << 20
+"""Larger files are damaged."""
+
+
+def open_public(path: Path) -> int:
+    """Open a file for reading without waiting; an OSError if it is a link or not a regular file."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(f"{path} is not a regular file")
+    return handle
+
+
+def read_public(path: Path, uid: int) -> bytes:
+    """The content of a file of a user; an OSError if another user has made it, or it is too large."""
+    with os.fdopen(open_public(path), "rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid not in (uid, 0) or status.st_size > MAX_BYTES:
+            raise OSError(f"{path} belongs to another user or is too large")
+        return file.read(MAX_BYTES)
 
 
 def write_public(path: Path, text: str, uid: int | None = None, mode: int = READABLE) -> None:

@@ -93,7 +93,12 @@ def claim(
             claim_id, name, request, os.getpid(), start_time(os.getpid()) or 0.0, boot_id(), time.time(),
             priority, idle_s, run,
         )  # fmt: skip
-        queue.write(record)
+        try:
+            queue.write(record)
+        except BaseException:
+            os.close(handle)
+            queue.lock_path(claim_id).unlink()
+            raise
     try:
         record = _wait(queue, record, wait, log)
         held = Claim(queue, record, handle)
@@ -103,7 +108,7 @@ def claim(
         with contextlib.suppress(OSError):
             os.utime(handle)
         os.close(handle)
-        with queue.locked():
+        with contextlib.suppress(OSError, MachineError), queue.locked():  # the next one that reads it removes the claim
             queue.read(time.time())
 
 
@@ -126,7 +131,7 @@ def _wait(queue: QueueFolder, record: ClaimRecord, wait: bool, log: Callable[[st
             released = queue.last_release()
         if record.id not in schedule.waiting:
             raise MachineError(
-                f"the files of claim {record.id} in {queue.claims} were deleted; start the command again"
+                f"the files of claim {record.id} in {queue.claims} were deleted or damaged; start the command again"
             )
         waiting = schedule.waiting[record.id]
         if not wait:
@@ -150,7 +155,8 @@ def _kept(held: Claim, idle_s: float, on_idle: Callable[[], None] | None, log: C
     def keep() -> None:
         used, active_at = children_cpu_s(os.getpid()), time.monotonic()
         while not ended.wait(period_s):
-            os.utime(held.handle)
+            with contextlib.suppress(OSError):
+                os.utime(held.handle)
             before, used = used, children_cpu_s(os.getpid())
             if abs(used - before) > IDLE_CPU_SHARE * period_s:  # it falls when a process ends
                 active_at = time.monotonic()

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from weft.launch.queue.atomic_files import write_public
+from weft.launch.queue.atomic_files import read_public, write_public
 from weft.launch.queue.records import Capacity, ClaimRecord, QueueSettings
 
 
@@ -32,10 +32,12 @@ class UsageFile:
     def __init__(self, folder: Path, uid: int, half_life_s: float):
         self.path, self.uid, self.half_life_s = folder / f"{uid}.json", uid, half_life_s
         try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
+            found = json.loads(read_public(self.path, uid))
             self.seconds, self.at = float(found["seconds"]), float(found["at"])
             self.merged = [str(claim) for claim in found["merged"]]
-        except (OSError, ValueError, TypeError, KeyError):
+            if not (math.isfinite(self.at) and 0 <= self.seconds < math.inf):
+                raise ValueError(self.seconds)
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             self.seconds, self.at, self.merged = 0.0, 0.0, []
 
     def decayed(self, now: float) -> float:

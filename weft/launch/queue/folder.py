@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from weft.job.errors import MachineError
-from weft.launch.queue.atomic_files import READABLE, write_public
+from weft.launch.queue.atomic_files import READABLE, open_public, write_public
 from weft.launch.queue.fair_share import UsageFile, weighted_usage
 from weft.launch.queue.records import ClaimRecord, QueueSettings
 from weft.launch.queue.scheduling import ClaimSchedule, make_schedule
@@ -133,8 +133,11 @@ class QueueFolder:
                 continue
             key = (path.name, status.st_ino, status.st_mtime_ns)
             record = self._read_before.get(key) or ClaimRecord.load(path, status.st_uid, seen)
-            if record is None or record.id != path.stem:
-                _unlink_own(path)
+            if record is None:
+                if is_locked(lock):
+                    live.append(ClaimRecord.unreadable(path.stem, self.settings.machine, boot, status.st_uid, seen))
+                else:
+                    _unlink_own(path)
                 continue
             found[key] = record = replace(record, seen=seen)
             if record.boot == boot and is_locked(lock):
@@ -145,11 +148,15 @@ class QueueFolder:
         return live, ended
 
     def _remove(self, ended: list[ClaimRecord], now: float) -> None:
-        """Add ended claims to their owners' use, then delete them. Those of other users stay, and count as ended."""
+        """Add ended claims to their owners' use, then delete them. Those of other users stay, and count as ended, as do
+        those whose use cannot be written (a full disk)."""
         me = os.geteuid()
         for uid in {claim.uid for claim in ended if me in (0, claim.uid)}:
             theirs = [claim for claim in ended if claim.uid == uid]
-            UsageFile(self.usage, uid, self.settings.half_life_hours * 3600).add(theirs, self.settings.machine, now)
+            try:
+                UsageFile(self.usage, uid, self.settings.half_life_hours * 3600).add(theirs, self.settings.machine, now)
+            except OSError:
+                continue
             for claim in theirs:
                 _unlink_own(self.claims / f"{claim.id}.json")
                 _unlink_own(self.lock_path(claim.id))
@@ -160,7 +167,10 @@ class QueueFolder:
 
     def write(self, record: ClaimRecord) -> None:
         """Write a claim of this user. Needs the lock."""
-        write_public(self.claims / f"{record.id}.json", record.dumps())
+        try:
+            write_public(self.claims / f"{record.id}.json", record.dumps())
+        except OSError as error:
+            raise MachineError(f"the queue in {self.path} cannot be written: {error.strerror}") from None
 
     def lock_path(self, claim_id: str) -> Path:
         return self.claims / f"{claim_id}.lock"
@@ -182,7 +192,7 @@ def queue_path() -> Path:
 def is_locked(path: Path) -> bool:
     """Whether a process holds a lock file."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        handle = open_public(path)
     except OSError:
         return False
     try:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-WAITING, HELD = "waiting", "held"
+from pydantic import Field, TypeAdapter
+
+from weft.launch.queue.atomic_files import read_public
+
+State = Literal["waiting", "held"]
+WAITING: State = "waiting"
+HELD: State = "held"
+Count = Annotated[int, Field(ge=0)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Time = Annotated[float, Field(allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -56,11 +66,11 @@ class QueueSettings:
 class Request:
     """The resources that a claim asks for."""
 
-    gpus: int = 0
-    share: float = 1.0
+    gpus: Count = 0
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of each of the GPUs."""
-    cores: int = 0
-    memory_gib: float = 0.0
+    cores: Count = 0
+    memory_gib: Amount = 0.0
 
     def __str__(self) -> str:
         part = f"{self.share:.0%} of " if self.share < 1 else ""
@@ -80,18 +90,18 @@ class ClaimRecord:
     name: str
     """The run's name, or the command's."""
     request: Request
-    pid: int
-    started: float
+    pid: Count
+    started: Time
     """When the process with this pid started; a later process with the same pid is another."""
     boot: str
     """The boot of the machine in which the claim was made. Claims do not survive a reboot."""
-    created: float
+    created: Time
     priority: int = 0
-    idle_s: float = 0.0
+    idle_s: Time = 0.0
     run: str = ""
     """Folder of the run, if it is one."""
-    state: str = WAITING
-    since: float = 0.0
+    state: State = WAITING
+    since: Time = 0.0
     """When the resources were granted."""
     gpus: tuple[str, ...] = ()
     cores: tuple[int, ...] = ()
@@ -111,11 +121,24 @@ class ClaimRecord:
 
     @classmethod
     def load(cls, path: Path, uid: int, seen: float) -> ClaimRecord | None:
-        """The record in a file; None if it is damaged, which only its owner could do."""
+        """The record in a file; None if it is damaged."""
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            found["request"] = Request(**found["request"])
-            found["gpus"], found["cores"] = tuple(found["gpus"]), tuple(found["cores"])
-            return cls(**found, uid=uid, seen=seen)
-        except (OSError, ValueError, TypeError, KeyError):
+            found = _record_form().validate_json(read_public(path, uid), strict=True)
+        except (OSError, ValueError):
             return None
+        return replace(found, uid=uid, seen=seen) if found.id == path.stem else None
+
+    @classmethod
+    def unreadable(cls, claim_id: str, machine: Capacity, boot: str, uid: int, seen: float) -> ClaimRecord:
+        """A claim whose processes run, but whose record is damaged: it may hold anything, so it holds everything."""
+        gpus = tuple(gpu.uuid for gpu in machine.gpus)
+        request = Request(len(gpus), 1.0, len(machine.cores), machine.memory_gib)
+        return cls(
+            claim_id, "damaged record", request, 0, 0.0, boot, seen, state=HELD, since=seen, gpus=gpus,
+            cores=machine.cores, uid=uid, seen=seen,
+        )  # fmt: skip
+
+
+@functools.cache
+def _record_form() -> TypeAdapter[ClaimRecord]:
+    return TypeAdapter(ClaimRecord)

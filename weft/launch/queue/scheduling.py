@@ -123,6 +123,6 @@ def impossible(request: Request, machine: Capacity, min_share: float) -> str:
     asked = {"GPUs": request.gpus, "cores": request.cores, "GiB of memory": request.memory_gib}
     has = {"GPUs": len(machine.gpus), "cores": len(machine.cores), "GiB of memory": machine.memory_gib}
     for what, amount in asked.items():
-        if amount > has[what] + MEMORY_TOLERANCE_GIB:
+        if not amount <= has[what] + MEMORY_TOLERANCE_GIB:  # not a number is too much
             return f"{amount:g} {what} are asked for, and this machine's queue has {has[what]:g}"
     return ""
