@@ -15,7 +15,7 @@ from weft.guards.loss_spikes import SpikeDetector
 from weft.guards.majority import Outliers, find_outliers
 from weft.guards.out_of_memory import explain, is_oom, smaller
 from weft.guards.silent_corruption import COMPARE_DELAY_STEPS, period
-from weft.guards.slow_links import SlowLinkDetector
+from weft.guards.slow_links import SlowLinkDetector, shortest_wait
 from weft.guards.step_report import FigureLayout, RankFigures
 from weft.planner.plan import Plan
 
@@ -87,6 +87,13 @@ def test_slow_link_is_reported_once() -> None:
     calm = SlowLinkDetector()
     for i in range(200):
         assert calm.add(0.1, {key: 0.001 * (1 + i % 4)}) == []
+
+
+def test_waits_for_a_core_are_not_those_for_a_link() -> None:
+    calm = RankFigures(0.1, 0.0, 0.0, 0, 0.001, 0.2, 0.1, 0.0, 1.0, (0.12, 0.3), ())
+    starved = RankFigures(0.1, 0.0, 0.0, 0, 0.11, 0.01, 0.1, 0.0, 1.0, (0.13, 0.3), ())
+    assert shortest_wait([calm, calm], 0) == pytest.approx(0.12)
+    assert shortest_wait([calm, starved], 0) == pytest.approx(0.02)
 
 
 groups = st.lists(st.integers(2, 4), min_size=1, max_size=3)

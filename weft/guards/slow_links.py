@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from weft.guards.step_report import RankFigures
 
 BASELINE_STEPS = 24
 """Steps from which the usual time is learned."""
@@ -38,6 +41,12 @@ class SlowLink:
     ranks: tuple[int, ...]
     usual_s: float
     now_s: float
+
+
+def shortest_wait(rows: Sequence[RankFigures], axis: int) -> float:
+    """The shortest wait of a group's ranks on an axis, without the time in which other processes had a rank's core."""
+    contention = max(max(0.0, row.delay - row.idle) for row in rows)
+    return max(0.0, min(row.waited[axis] for row in rows) - contention)
 
 
 class SlowLinkDetector:

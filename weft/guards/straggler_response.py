@@ -9,7 +9,7 @@ from collections.abc import Callable
 from weft.data.batch_shares import BatchShares
 from weft.data.loader import Loader
 from weft.guards.fault_log import FaultLog
-from weft.guards.slow_links import SlowLinkDetector
+from weft.guards.slow_links import SlowLinkDetector, shortest_wait
 from weft.guards.step_report import RankFigures
 from weft.guards.straggler_detection import REFINE_SPAN_S, RankTimes, SlowRank
 from weft.guards.work_shares import MIN_TIME_LOST_S, Rebalancer
@@ -53,7 +53,7 @@ class StragglerResponse:
         self.seconds = [*self.seconds[-63:], seconds]
         usual = statistics.median(self.seconds)
         shortest = {
-            (axis, group): min(rows[r].waited[i] for r in group)
+            (axis, group): shortest_wait([rows[r] for r in group], i)
             for i, axis in enumerate(self.links_of)
             for group in self.links_of[axis]
         }

@@ -13,10 +13,12 @@ from typing import Any
 from weft.job.errors import Exit
 from weft.job.run_folder import RunDir
 from weft.supervisor.memory_folder import write_file
-from weft.watch.journal import Journal
+from weft.watch.journal import Journal, read_jsonl
 from weft.watch.run_tail import LineTail
 
 LAST_RECORDS_BYTES = 1 << 16
+ENDS = ("done", "stop", "diverged", "failed")
+"""Events that end a run."""
 
 
 def explain_failure(run: RunDir, codes: list[int], first: int, silent: list[int], log: Callable[[str], None]) -> int:
@@ -60,6 +62,13 @@ def keep_lines(log: Callable[[str], None], lines: list[str]) -> Callable[[str], 
         log(text)
 
     return keep
+
+
+def has_end(run: RunDir) -> bool:
+    """Whether the events of a run after its last start say how it ended."""
+    names = [event.get("event") for event in read_jsonl(run.events)]
+    last_start = max((i for i, name in enumerate(names) if name == "start"), default=0)
+    return any(name in ENDS for name in names[last_start:])
 
 
 def record_failure(run: RunDir, code: int, lines: list[str]) -> None:

@@ -153,6 +153,31 @@ def test_a_slow_link(tmp_path: Path) -> None:
     assert causes(write(tmp_path / "d", events=(fault,))) == ["slow_link"]
 
 
+@pytest.mark.parametrize(("best_gb_per_s", "slow"), [(0.012, True), (0.35, False)])
+def test_a_slow_link_on_a_busy_machine(tmp_path: Path, best_gb_per_s: float, slow: bool) -> None:
+    """Messages arrive while ranks wait for a core, so the last rank hardly waits for them."""
+
+    def busy(step: int, record: dict[str, Any]) -> None:
+        late = step > 20
+        record["step_time_s"] = 0.5 + 0.3 * late
+        waits = [0.2, 0.25] if late else [0.001, 0.1]  # of other processes, which became more
+        record["ranks"] |= {
+            "busy_s": [0.4, 0.45], "core_wait_s": [0.3 + 0.2 * late, 0.25 + 0.2 * late], "core_idle_s": [0.0, 0.0],
+            "cpu_s": [0.1, 0.1], "wait_s": {"dp_shard": waits},
+        }  # fmt: skip
+        if "comm_axes" in record:
+            record["comm_axes"]["dp_shard"] |= {
+                "mib": 1.0,
+                "best_gb_per_s": best_gb_per_s,
+                "shortest_ms": 1.0 / best_gb_per_s,
+            }
+
+    output = {finding.cause: finding for finding in found(write(tmp_path / "a", busy))}
+    assert set(output) == ({"slow_link", "neighbour"} if slow else {"neighbour"})
+    if slow:
+        assert "reached 0.012 GB/s" in output["slow_link"].evidence
+
+
 def test_causes_in_the_plan(tmp_path: Path) -> None:
     (one,) = found(write(tmp_path / "a", memory={"recompute": "full"}))
     assert (one.cause, one.fix) == ("unneeded_recompute", "memory.recompute=none")

@@ -11,7 +11,7 @@ from weft.job.cluster import Cluster
 from weft.job.errors import MachineError
 from weft.launch.targets.hostfile import hosts_of, with_hosts
 from weft.launch.targets.process_target import ProcessTarget, run_process
-from weft.launch.targets.target import LaunchRecord, LaunchRequest, Submission
+from weft.launch.targets.target import LaunchRequest, Submission
 
 HOSTFILE = "hostfile"
 
@@ -21,6 +21,7 @@ class MpiTarget(ProcessTarget):
 
     name = "mpi"
     summary = "mpirun, with a hostfile"
+    forwarded = signal.SIGUSR1  # mpirun forwards it; at SIGTERM and SIGINT it kills the ranks before they have saved
     fields = frozenset({"hostfile", "hosts", "interface", "mpi", "python", "setup", "ssh", "workdir"})
 
     def complete(self, section: dict[str, Any]) -> dict[str, Any]:
@@ -60,6 +61,3 @@ class MpiTarget(ProcessTarget):
     def submit(self, request: LaunchRequest, submission: Submission) -> str:
         self.check(request, submission)
         return super().submit(request, submission)
-
-    def stop(self, record: LaunchRecord) -> None:
-        self._signal(record, signal.SIGUSR1)  # mpirun forwards it; at SIGTERM it would kill the ranks

@@ -35,15 +35,18 @@ START_TIMEOUT_S = 30.0
 class ProcessTarget(Target):
     """A target whose only command is run by weft/launch/targets/driver.py on this machine."""
 
+    forwarded: signal.Signals | None = None
+    """What the command is sent instead of stop signals, if it would kill the ranks at those."""
+
     def submit(self, request: LaunchRequest, submission: Submission) -> str:
         folder = request.launch_folder
         for name in (EXIT_FILE, DRIVER_FILE):
             (folder / name).unlink(missing_ok=True)
-        mode = "attached" if request.attached else "detached"
+        mode = ["attached" if request.attached else "detached", str(int(self.forwarded or 0))]
         (command,) = submission.commands
         with (folder / OUTPUT).open("wb") as output:
             driver = subprocess.Popen(
-                [sys.executable, "-m", "weft.launch.targets.driver", str(folder), mode, *command],
+                [sys.executable, "-m", "weft.launch.targets.driver", str(folder), *mode, *command],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd=request.workdir,
                 env={**os.environ, **request.environment()},
             )  # fmt: skip

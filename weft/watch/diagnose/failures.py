@@ -52,7 +52,8 @@ def failure(found: RunEvidence) -> Finding | None:
     if first is None:
         if not last:
             return _without_end(found)
-        return _finding(KINDS_BY_CODE.get(int(number(last.get("code")) or 0), "error"), None, _with_step(last), found)
+        kind = "killed" if "killed by" in str(last.get("why")) else "error"
+        return _finding(KINDS_BY_CODE.get(int(number(last.get("code")) or 0), kind), None, _with_step(last), found)
     kind = _kind_of(first)
     where = f" in {first['where']}" if first.get("where") else ""
     message = str(first.get("message") or "").strip().split("\n")[0][:400]

@@ -9,7 +9,7 @@ import numpy as np
 from weft.planner.model.cluster_facts import cluster_facts
 from weft.planner.number_format import seconds
 from weft.planner.ranks import device_of
-from weft.watch.diagnose.evidence import RunEvidence, number
+from weft.watch.diagnose.evidence import Floats, RankTable, RunEvidence, number
 from weft.watch.diagnose.finding import Finding, percent
 
 MIN_SHARE = 0.12
@@ -22,6 +22,8 @@ UNKNOWN_LINK_GB_S = 0.1
 """Expected bandwidth where the planner knows no better: gigabit Ethernet."""
 MIN_SAMPLES = 3
 """Timed steps that a finding about latency needs: on a busy machine a single message may be late."""
+MAX_CONTENTION = 0.8
+"""Largest share of a step that is left out because ranks waited for a core."""
 MAX_HOP_MS = 2.0
 """Time of a small message's hop between two ranks from which latency is the cause."""
 FIX = (
@@ -57,8 +59,7 @@ def _became_slow(found: RunEvidence) -> Finding | None:
     third = len(table) // 3
     early, late = table.part(0, third), table.part(len(table) - third, len(table))
     for axis in table.waits:
-        before = float(np.median(early.waits[axis].min(axis=1)))
-        after = float(np.median(late.waits[axis].min(axis=1)))
+        before, after = (float(np.median(_least_wait(part, axis))) for part in (early, late))
         share = (after - before) / float(np.median(late.seconds))
         if after > SLOW_RATIO * before and share > MIN_SHARE:
             evidence = (
@@ -69,6 +70,13 @@ def _became_slow(found: RunEvidence) -> Finding | None:
     return None
 
 
+def _least_wait(table: RankTable, axis: str) -> Floats:
+    """The shortest wait of a rank in each step, without the time in which other processes had a rank's core."""
+    contention = np.maximum(0.0, table.get("core_wait_s") - table.get("core_idle_s")).max(axis=1)
+    least: Floats = np.maximum(0.0, table.waits[axis].min(axis=1) - contention)
+    return least
+
+
 def _slower_than_planned(found: RunEvidence) -> Finding | None:
     """Even the fastest messages are far slower than the link should be, and every rank waits for them: where one rank
     is late, it hardly waits itself."""
@@ -77,10 +85,13 @@ def _slower_than_planned(found: RunEvidence) -> Finding | None:
         return None
     for axis, waits in table.waits.items():
         share = float(np.median(waits.min(axis=1) / table.seconds))
-        if share < MIN_SHARE:
-            continue
         rows = [a for r in timed if isinstance(a := r["comm_axes"].get(axis), dict)]
         best = [b for a in rows if (b := number(a.get("best_gb_per_s"))) is not None]
+        if share < MIN_SHARE:
+            slow = len(best) > 1 and max(best) < LINK_SHARE * _link_gb_s(found)
+            if slow and (hidden := _hidden_by_core_waits(table, axis, rows, max(best))) is not None:
+                return hidden
+            continue
         shortest = [s for a in rows if (s := number(a.get("shortest_ms"))) is not None]
         ranks = max((int(number(a.get("ranks")) or 0) for a in rows), default=0)
         expected = _link_gb_s(found)
@@ -97,6 +108,25 @@ def _slower_than_planned(found: RunEvidence) -> Finding | None:
             )
             return Finding("slow_link", evidence, FIX, None, 100 * share)
     return None
+
+
+def _hidden_by_core_waits(
+    table: RankTable, axis: str, rows: list[dict[str, object]], best_gb_s: float
+) -> Finding | None:
+    """Messages that pass while ranks wait for a core, which then hardly wait for them: even at the speed of the fastest
+    one, they take a share of the time in which a core was free."""
+    waited = table.get("core_wait_s").min(axis=1) - table.get("core_idle_s").mean(axis=1)
+    contention = np.clip(waited, 0.0, MAX_CONTENTION * table.seconds)
+    sent = float(np.median([number(row.get("mib")) or 0.0 for row in rows])) * 2**20 / 1e9
+    exposed = np.minimum(sent / best_gb_s, table.waits[axis].min(axis=1) + contention)
+    share = float(np.median(exposed / (table.seconds - contention)))
+    if best_gb_s <= 0 or share < MIN_SHARE:
+        return None
+    evidence = (
+        f"the fastest message on {axis} reached {best_gb_s:.3g} GB/s; at this speed messages take "
+        f"{seconds(sent / best_gb_s)} a step, {percent(min(1.0, share))} of the time in which ranks have a core"
+    )
+    return Finding("slow_link", evidence, FIX, None, 100 * min(1.0, share))
 
 
 def _link_gb_s(found: RunEvidence) -> float:
