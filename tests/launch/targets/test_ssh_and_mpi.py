@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,16 @@ from helpers.forked_python import TEMPLATE_ENV
 from helpers.real_clusters import SshHosts
 
 from weft.job.errors import JobError
+from weft.job.run_folder import RunDir
 from weft.launch.rank_pool import RankPool
+from weft.launch.targets.driver import code_of_run, record_end
 from weft.launch.targets.hostfile import Host, read_hosts
 from weft.launch.targets.ssh_client import run_code
+from weft.watch.diagnose.diagnose import diagnose
+from weft.watch.journal import Journal, read_jsonl
 
 STEPS = 3
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 InProcess = Callable[..., Output]
 
 
@@ -72,14 +78,48 @@ def test_host_that_cannot_start_ends_the_run(folder: Path, interpreter: str) -> 
 def test_mpi_trains_the_same_run(
     folder: Path, in_process: InProcess, interpreter: str, pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
-        monkeypatch.setenv(name, "1")
+    for name, value in AS_ROOT.items():
+        monkeypatch.setenv(name, value)
     # both hosts are this machine, where the files of Open MPI's shared memory would have the same names
     options = "cluster.mpi.options=[--oversubscribe, --mca, btl, 'tcp,self', --mca, mpi_yield_when_idle, 1]"
     path = f"cluster.environment={{PYTHONPATH: '{TEMPLATE_ENV['PYTHONPATH']}'}}"
     launched = in_process(folder, "launch", "job.yaml", "name=mpi", options, path, "--on", "mpi")
     assert launched.code == 0, launched.err
     check_losses(folder, "mpi", pool)
+
+
+def test_interrupted_mpi_run_is_saved(folder: Path, in_process: InProcess, interpreter: str) -> None:
+    """mpirun itself would kill its ranks, and return 1."""
+    options = "cluster.mpi.options=[--oversubscribe, --mca, mpi_yield_when_idle, 1]"
+    local = ["cluster.hostfile=null", "cluster.ssh.options=[]", "cluster.devices_per_node=1", "parallel=auto"]
+    words = [*local, options, f"cluster.python={interpreter}", "train.steps=100000"]
+    client = Started(folder, "launch", "job.yaml", *words, "--on", "mpi", **AS_ROOT)
+    client.wait_for(lambda: step_of(run_of(folder, "run")) >= 1)
+    client.process.send_signal(signal.SIGINT)
+    ended = client.end()
+    assert ended.code == 130, ended.err
+    assert "stopped and saved" in ended.err
+    assert [row["state"] for row in json.loads(in_process(folder, "runs", "--json").out)["runs"]] == ["stopped"]
+
+
+def test_exit_codes_of_mpirun(tmp_path: Path) -> None:
+    assert code_of_run(137, [], starter=True) == 1, "a rank was killed"
+    assert code_of_run(138, [], starter=True) == 75, "a rank that had no handler yet got SIGUSR1"
+    assert code_of_run(75, [signal.SIGTERM], starter=True) == 75
+    assert code_of_run(1, [signal.SIGINT] * 3, starter=True) == 130
+    assert code_of_run(0, [signal.SIGINT], starter=True) == 0
+    assert (code_of_run(-15, [], starter=False), code_of_run(-9, [], starter=False)) == (75, 1)
+    run = RunDir(tmp_path)
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "output.log").write_text("process rank 3 with PID 0 on node a exited on signal 9 (Killed).")
+    with Journal(run) as journal:
+        journal.event("stop", step=1)
+        journal.event("start", step=1)
+    for _ in range(2):
+        record_end(tmp_path / "launch", 1)
+    (last,) = [e for e in read_jsonl(run.events) if e["event"] == "failed"]
+    assert (last["code"], last["why"]) == (1, "rank 3 was killed by a signal (Killed)")
+    assert [finding.cause for finding in diagnose(run)[0]] == ["killed"]
 
 
 def test_hostfiles(tmp_path: Path) -> None:
@@ -127,6 +167,14 @@ def test_refusals_of_ssh(folder: Path, in_process: InProcess, words: list[str], 
     assert (refused.code, text in refused.last) == (code, True), refused.err
 
 
+def test_mpi_that_starts_no_rank(folder: Path, in_process: InProcess) -> None:
+    words = ["cluster.mpi.options=[--no-such-option]", "cluster.hostfile=null", "cluster.ssh.options=[]"]
+    ended = in_process(folder, "launch", "job.yaml", *words, "--on", "mpi")
+    assert (ended.code, "mpirun started no rank" in ended.last) == (4, True), ended.err
+
+
 def test_mpi_that_is_not_there(folder: Path, in_process: InProcess) -> None:
+    refused = in_process(folder, "launch", "job.yaml", "cluster.nodes=1..2", "--on", "mpi")
+    assert (refused.code, "the ranks of mpirun are fixed" in refused.last) == (2, True)
     refused = in_process(folder, "launch", "job.yaml", "cluster.mpi.command=mpirun-x", "--on", "mpi")
     assert (refused.code, "there is no mpirun-x here" in refused.last) == (4, True)

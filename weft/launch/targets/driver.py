@@ -15,6 +15,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,6 +84,11 @@ def code_of_run(code: int, seen: Sequence[int], starter: bool) -> int:
     return int(next((stop for n, stop in STOP_CODES.items() if n == number), Exit.DIFFERS)) if number else code
 
 
+def started_nothing(run: RunDir, since: float) -> bool:
+    """Whether the run has written no event since a time: its ranks were not started."""
+    return not run.events.exists() or run.events.stat().st_mtime < since
+
+
 def record_end(folder: Path, code: int) -> None:
     """Write the event `failed` of a run whose processes were killed before they could."""
     from weft.supervisor.failure_report import has_end, record_failure
@@ -101,7 +107,11 @@ def main() -> int:
     if sys.argv[2] == "attached":
         end_with_parent()
     write_json(folder / DRIVER_FILE, own_record())
+    began = time.time()
     code = run_command(command, instead)
+    if instead and code == Exit.DIFFERS and started_nothing(RunDir(folder.parent), began):
+        code = int(Exit.MACHINE)
+        print(f"weft: {command[0]} started no rank; the reason is above", file=sys.stderr)
     with contextlib.suppress(OSError):
         record_end(folder, code)
     write_json(folder / EXIT_FILE, {"code": code})

@@ -8,7 +8,7 @@ import signal
 from typing import Any
 
 from weft.job.cluster import Cluster
-from weft.job.errors import MachineError
+from weft.job.errors import JobError, MachineError
 from weft.launch.targets.hostfile import hosts_of, with_hosts
 from weft.launch.targets.process_target import ProcessTarget, run_process
 from weft.launch.targets.target import LaunchRequest, Submission
@@ -23,6 +23,14 @@ class MpiTarget(ProcessTarget):
     summary = "mpirun, with a hostfile"
     forwarded = signal.SIGUSR1  # mpirun forwards it; at SIGTERM and SIGINT it kills the ranks before they have saved
     fields = frozenset({"hostfile", "hosts", "interface", "mpi", "python", "setup", "ssh", "workdir"})
+
+    def check_settings(self, cluster: Cluster) -> None:
+        super().check_settings(cluster)
+        if cluster.max_nodes is not None:
+            raise JobError(
+                f"cluster.nodes={cluster.nodes}..{cluster.max_nodes}: the ranks of mpirun are fixed; give one number, "
+                "or use the target ssh or slurm"
+            )
 
     def complete(self, section: dict[str, Any]) -> dict[str, Any]:
         return with_hosts(section) if section.get("hostfile") or section.get("hosts") else section
