@@ -241,7 +241,8 @@ def own_code() -> str:
     from weft import hvd
     from weft.adapters import accelerator, lightning_callbacks, lightning_loop
     from weft.adapters.deepspeed_engine import DeepSpeedEngine
-    from weft.adapters.hf_trainer import HANDLED, WITHOUT_EFFECT, WeftTrainer
+    from weft.adapters.hf_arguments import HANDLED, WITHOUT_EFFECT
+    from weft.adapters.hf_trainer import WeftTrainer
     from weft.convert.deepspeed import DEEPSPEED
     from weft.convert.training_arguments import TABLE
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from helpers.command import python
+from helpers.hf_classifier import arguments, run_classifier
 from helpers.published import transformers
 
 from weft.adapters.hf_trainer import WeftTrainer
 from weft.job.errors import JobError
+
+SCRIPT = Path(__file__).parent / "scripts" / "trainer_script.py"
 
 
 def model() -> Any:
@@ -26,15 +32,6 @@ def samples() -> list[dict[str, Any]]:
     return [
         {"input_ids": text, "labels": torch.where(torch.arange(8) < i % 5, -100, text)} for i, text in enumerate(texts)
     ]
-
-
-def arguments(folder: Path, **fields: Any) -> Any:
-    usual: dict[str, Any] = dict(
-        per_device_train_batch_size=4, gradient_accumulation_steps=2, learning_rate=1e-2, num_train_epochs=2,
-        logging_steps=1, warmup_steps=2, weight_decay=0.1, use_cpu=True, save_strategy="no", report_to="none", seed=7,
-        disable_tqdm=True,
-    )  # fmt: skip
-    return transformers.TrainingArguments(output_dir=str(folder), **(usual | fields))
 
 
 def test_losses_are_those_of_transformers(tmp_path: Path) -> None:
@@ -65,5 +62,33 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(JobError, match=name):
             WeftTrainer(model=model(), args=arguments(tmp_path, **fields), train_dataset=samples()).train()
-    with pytest.raises(JobError, match="compute_metrics"):
-        WeftTrainer(model=model(), args=arguments(tmp_path), compute_metrics=print)
+    with pytest.raises(JobError, match="compute_loss_func"):
+        WeftTrainer(model=model(), args=arguments(tmp_path), compute_loss_func=print)
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_metrics_callbacks_and_the_best_model_are_those_of_transformers(tmp_path: Path, stop: bool) -> None:
+    theirs, their_predictions, their_events = run_classifier(transformers.Trainer, tmp_path / "theirs", stop)
+    ours, predictions, events = run_classifier(WeftTrainer, tmp_path / "ours", stop)
+    kept = [[h["eval_accuracy"] for h in t.state.log_history if "eval_accuracy" in h] for t in (theirs, ours)]
+    assert kept[0] == kept[1] and len(kept[0]) > 1
+    assert ours.state.best_metric == theirs.state.best_metric
+    assert ours.state.global_step == theirs.state.global_step
+    assert ours.state.best_global_step == theirs.state.best_global_step
+    assert predictions.predictions == pytest.approx(their_predictions.predictions, abs=1e-4)
+    assert predictions.metrics["test_accuracy"] == their_predictions.metrics["test_accuracy"]
+    assert events == [name for name in their_events if name != "on_prediction_step"]
+
+
+def test_metrics_on_two_ranks(tmp_path: Path) -> None:
+    """Two ranks with half of each batch, which they pad to different lengths, evaluate as one process."""
+    alone, predictions, _ = run_classifier(transformers.Trainer, tmp_path / "alone", stop=True)
+    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT), str(tmp_path / "ranks"))
+    done = python(tmp_path, *command, PYTHONPATH=f"{SCRIPT.parents[2]}:{SCRIPT.parents[3]}")
+    assert done.code == 0, done.err
+    found = json.loads(done.out.strip().splitlines()[-1])
+    assert found["accuracies"] == [h["eval_accuracy"] for h in alone.state.log_history if "eval_accuracy" in h]
+    assert found["step"] == alone.state.global_step
+    assert np.array(found["logits"]) == pytest.approx(predictions.predictions, abs=1e-4)
+    again = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "ranks" / "saved")
+    torch.testing.assert_close(again.classifier.weight, alone.model.classifier.weight, rtol=1e-4, atol=1e-4)

@@ -272,10 +272,14 @@ class Accelerator:
         total = self.gather(value[None]).sum(dim=0) if self.plan.dp > 1 else value.clone()
         return total * scale / (self.plan.dp if reduction == "mean" else 1)
 
-    def pad_across_processes(
-        self, value: Tensor, dim: int = 0, pad_index: float = 0, pad_first: bool = False
-    ) -> Tensor:
-        """The tensor padded along a dimension to the largest size of all ranks."""
+    def pad_across_processes(self, value: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        """Tensors padded along a dimension, where they have it, to the largest size of all ranks."""
+        if isinstance(value, list | tuple):
+            return type(value)(self.pad_across_processes(item, dim, pad_index, pad_first) for item in value)
+        if isinstance(value, dict):
+            return {key: self.pad_across_processes(item, dim, pad_index, pad_first) for key, item in value.items()}
+        if not isinstance(value, Tensor) or value.dim() <= dim:
+            return value
         sizes = self.mesh.all_gather_json(value.shape[dim])
         shape = list(value.shape)
         shape[dim] = max(sizes) - value.shape[dim]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,66 +14,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from weft.adapters.accelerator import Accelerator, set_seed
-from weft.adapters.training import to_device
-from weft.convert.settings import Settings, find_rule, flatten
-from weft.convert.training_arguments import TABLE
+from weft.adapters.hf_arguments import check_arguments, make_optimizer
+from weft.adapters.hf_evaluation import Evaluated, evaluate_batches
+from weft.adapters.hf_samples import default_collator, groups, predicts_next_token, used_columns
 from weft.job.errors import JobError
 from weft.job.load import load_job
 from weft.job.schema import Job
 
-HANDLED = (
-    "adam_*", "bf16", "data_seed", "dataloader_drop_last", "disable_tqdm", "eval_steps", "eval_strategy", "fp16",
-    "gradient_accumulation_steps", "gradient_checkpointing", "learning_rate", "logging_steps", "logging_strategy",
-    "lr_scheduler_kwargs*", "lr_scheduler_type", "max_grad_norm", "max_steps", "num_train_epochs", "optim",
-    "output_dir", "per_device_eval_batch_size", "per_device_train_batch_size", "save_steps", "save_strategy", "seed",
-    "use_cpu", "warmup_*", "weight_decay",
-)  # fmt: skip
-"""Fields that WeftTrainer uses, whatever a job can hold."""
-WITHOUT_EFFECT = ("ddp_timeout", "eval_delay", "log_level*", "no_cuda", "optim_args", "run_name", "save_total_limit")
-"""Fields that change no result and may be set."""
-
-
-@dataclass
-class TrainOutput:
-    """What train() returns."""
-
-    global_step: int
-    training_loss: float
-    metrics: dict[str, float]
-
-
-@dataclass
-class TrainerState:
-    """Progress of a training."""
-
-    global_step: int = 0
-    epoch: float = 0.0
-    max_steps: int = 0
-    log_history: list[dict[str, Any]] = field(default_factory=list)
-
-
-def check_arguments(args: Any) -> None:
-    """Refuse fields of TrainingArguments that were set and that nothing here does."""
-    plain = type(args)(output_dir=args.output_dir)
-    given, usual = flatten(args.to_dict()), flatten(plain.to_dict())
-    settings, accepted = Settings(given), dict.fromkeys((*HANDLED, *WITHOUT_EFFECT), TABLE["seed"])
-    for key, value in given.items():
-        if value == usual.get(key) or find_rule(accepted, key) is not None:
-            continue
-        rule = find_rule(TABLE, key)
-        if rule is None:
-            raise JobError(
-                f"TrainingArguments.{key}={value!r} is not supported; docs/your-own-code.md lists the fields"
-            )
-        found = rule(value, settings)
-        if found.status == "no counterpart":
-            raise JobError(f"TrainingArguments.{key}={value!r} is not supported: {found.note}")
-        if found.job:
-            fields = ", ".join(f"{name}={new}" for name, new in found.job.items())
-            raise JobError(
-                f"TrainingArguments.{key}={value!r} is not used by WeftTrainer; leave it out, and give job=… with "
-                f"{fields} if it is a layout, communication or train.compile"
-            )
+STATE_FILE = "trainer_state.json"
+"""Progress and logs, in the format of transformers."""
 
 
 class WeftTrainer:
@@ -83,16 +31,16 @@ class WeftTrainer:
     def __init__(
         self, model: nn.Module, args: Any, data_collator: Any = None, train_dataset: Any = None,
         eval_dataset: Any = None, processing_class: Any = None, compute_metrics: Any = None,
-        callbacks: list[Any] | None = None, optimizers: tuple[Any, Any] = (None, None), job: Job | str | None = None,
-        **others: Any,
+        callbacks: list[Any] | None = None, optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Any = None, job: Job | str | None = None, **others: Any,
     ):  # fmt: skip
+        from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
+        from transformers.utils import find_labels
+
         if others := {k: v for k, v in others.items() if v is not None}:
             raise JobError(
                 f"WeftTrainer({next(iter(others))}=…) is not supported; docs/your-own-code.md lists the arguments"
             )
-        if compute_metrics is not None or callbacks:
-            what = "compute_metrics" if compute_metrics is not None else "callbacks"
-            raise JobError(f"WeftTrainer({what}=…) is not supported; evaluate() returns the loss")
         check_arguments(args)
         set_seed(args.seed)
         described = load_job(job) if isinstance(job, str) else job or Job(precision="fp32")
@@ -101,20 +49,50 @@ class WeftTrainer:
             cpu=bool(args.use_cpu), mixed_precision=precision, job=described, step_scheduler_with_optimizer=False,
             gradient_accumulation_steps=1,
         )  # fmt: skip
-        self.args, self.collator = args, data_collator or _default_collator()
+        self.label_names: list[str] = find_labels(type(model)) if args.label_names is None else args.label_names
+        self.args, self.collator = args, data_collator or default_collator(processing_class)
+        if args.remove_unused_columns:
+            self.collator = used_columns(model, self.collator, self.label_names)
+        self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
         self.optimizer, self.lr_scheduler = optimizers
-        self.state = TrainerState()
+        self.state: Any = TrainerState()
+        self.state.is_world_process_zero = self.accelerator.is_main_process
+        self.state.is_local_process_zero = self.accelerator.is_local_main_process
+        self.control: Any = TrainerControl()
+        chosen = [DefaultFlowCallback, *(callbacks or [])]
+        self.callback_handler: Any = CallbackHandler(chosen, model, processing_class, *optimizers)
         self._counts_items = "num_items_in_batch" in inspect.signature(model.forward).parameters or any(
             p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values()
         )
-        self._shifts_labels = _predicts_next_token(model)
+        self._shifts_labels = predicts_next_token(model)
         self._unlogged: list[float] = []  # losses of the steps since the last log
         enable: Any = getattr(model, "gradient_checkpointing_enable", None)
         if args.gradient_checkpointing and enable is not None:
             enable()
         self.model = model
         self._prepared = False
+        self._call("on_init_end")
+
+    def _call(self, event: str, **values: Any) -> None:
+        """Call the callbacks, which may change what comes next."""
+        handler = self.callback_handler
+        handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
+        self.control = getattr(handler, event)(self.args, self.state, self.control, **values)
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a TrainerCallback."""
+        self.callback_handler.add_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a TrainerCallback."""
+        self.callback_handler.remove_callback(callback)
+
+    def is_world_process_zero(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def is_local_process_zero(self) -> bool:
+        return self.accelerator.is_local_main_process
 
     def _loader(self, dataset: Any, size: int, shuffled: bool) -> Any:
         sampler = None
@@ -132,23 +110,13 @@ class WeftTrainer:
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """AdamW without decay of biases and norms, and the schedule of the arguments."""
         from transformers import get_scheduler
-        from transformers.trainer_pt_utils import get_parameter_names
 
         args = self.args
         if self.optimizer is None:
             kind = str(getattr(args.optim, "value", args.optim))
             if not kind.startswith("adamw_torch"):
                 raise JobError(f"TrainingArguments.optim={kind} is not supported; adamw_torch, or give optimizers=…")
-            names = get_parameter_names(
-                self.model, [nn.LayerNorm], ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)"]
-            )
-            named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-            groups = [
-                {"params": [p for n, p in named if n in names], "weight_decay": args.weight_decay},
-                {"params": [p for n, p in named if n not in names], "weight_decay": 0.0},
-            ]
-            betas = (args.adam_beta1, args.adam_beta2)
-            self.optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
+            self.optimizer = make_optimizer(self.model, args)
         if self.lr_scheduler is None:
             self.lr_scheduler = get_scheduler(
                 args.lr_scheduler_type, self.optimizer, args.get_warmup_steps(num_training_steps), num_training_steps,
@@ -165,9 +133,11 @@ class WeftTrainer:
                 self.lr_scheduler = self.accelerator.prepare(self.lr_scheduler)
             self._prepared = True
 
-    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
-        """Train for the epochs or steps of the arguments."""
-        args, accelerator = self.args, self.accelerator
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> Any:
+        """Train for the epochs or steps of the arguments, or until a callback stops it."""
+        from transformers.trainer_utils import TrainOutput, speed_metrics
+
+        args, state, started = self.args, self.state, time.time()
         if self.train_dataset is None:
             raise JobError("train needs train_dataset=…")
         loader, sampler = self._loader(self.train_dataset, args.per_device_train_batch_size, shuffled=True)
@@ -175,28 +145,57 @@ class WeftTrainer:
         per_epoch = max(1, -(-len(loader) // passes))
         steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
         self._prepare(steps)
-        self.state.max_steps = steps
         if resume_from_checkpoint:
-            folder = Path(args.output_dir) / "checkpoints" if resume_from_checkpoint is True else resume_from_checkpoint
-            accelerator.load_state(folder)
-            self.state.global_step = int(self.lr_scheduler.scheduler.last_epoch)
-        total, counted, epoch = 0.0, 0, self.state.global_step // per_epoch
-        skip = self.state.global_step % per_epoch
+            state = self._resume(resume_from_checkpoint)
+        state.max_steps, state.num_train_epochs = steps, math.ceil(steps / per_epoch)
+        state.compute_steps(args, steps)
+        state.eval_steps = state.eval_steps or state.logging_steps
+        self.callback_handler.train_dataloader = loader
+        total, counted, epoch = 0.0, 0, state.global_step // per_epoch
+        skip = state.global_step % per_epoch
         seed = args.data_seed if args.data_seed is not None else args.seed
-        while self.state.global_step < steps:
+        self._call("on_train_begin")
+        if args.eval_on_start and self.eval_dataset is not None:
+            self.evaluate()
+        while state.global_step < steps and not self.control.should_training_stop:
             sampler.generator.manual_seed(seed + epoch)
             self.model.train()
-            for number, batches in enumerate(_groups(loader, passes)):
+            self._call("on_epoch_begin")
+            for number, batches in enumerate(groups(loader, passes)):
                 if number < skip:
                     continue
+                self._call("on_step_begin")
                 self._unlogged.append(self._step(batches))
                 total, counted = total + self._unlogged[-1], counted + 1
-                self.state.epoch = epoch + (number + 1) / per_epoch
-                self._log()
-                if self.state.global_step >= steps:
+                state.epoch = epoch + (number + 1) / per_epoch
+                self._call("on_step_end")
+                self._act()
+                if self.control.should_epoch_stop or self.control.should_training_stop:
                     break
+            self._call("on_epoch_end")
+            self._act()
             epoch, skip = epoch + 1, 0
-        return TrainOutput(self.state.global_step, total / max(1, counted), {"train_loss": total / max(1, counted)})
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            assert self.accelerator.training is not None
+            self.accelerator.training.load(state.best_model_checkpoint)
+        mean = total / max(1, counted)
+        speed = speed_metrics("train", started, len(loader.dataset) * state.num_train_epochs, counted)
+        metrics = {**speed, "train_loss": mean}
+        self.log(metrics)
+        self._call("on_train_end")
+        return TrainOutput(state.global_step, mean, metrics)
+
+    def _resume(self, given: str | bool) -> Any:
+        """Load a checkpoint and the state that was written with it."""
+        folder = Path(self.args.output_dir) / "checkpoints" if given is True else Path(str(given))
+        self.accelerator.load_state(folder)
+        step, file = int(self.lr_scheduler.scheduler.last_epoch), folder / STATE_FILE
+        if file.is_file() and (saved := type(self.state).load_from_json(str(file))).global_step == step:
+            saved.is_world_process_zero = self.state.is_world_process_zero
+            saved.is_local_process_zero = self.state.is_local_process_zero
+            self.state = saved
+        self.state.global_step = step
+        return self.state
 
     def _count_targets(self, batch: Any) -> Tensor:
         """Targets of a batch; the first label of a sequence is none if the loss predicts the next token."""
@@ -223,57 +222,124 @@ class WeftTrainer:
             loss = loss / len(batches) if items is None else loss * dp
             accelerator.backward(loss)
             total += loss.detach()
+            if i < len(batches) - 1:
+                self._call("on_substep_end")
         if args.max_grad_norm:
             accelerator.clip_grad_norm_(self.model.parameters(), args.max_grad_norm)
+        self._call("on_pre_optimizer_step")
         self.optimizer.step()
+        self._call("on_optimizer_step")
         if not self.optimizer.step_was_skipped:
             self.lr_scheduler.scheduler.step()
         self.optimizer.zero_grad()
         self.state.global_step += 1
         return float(accelerator.reduce(total, "mean"))
 
-    def _log(self) -> None:
-        args, step = self.args, self.state.global_step
-        if _due(args.logging_strategy, args.logging_steps, step, self.state):
+    def _act(self) -> None:
+        """Log, evaluate and save where a callback asks for it."""
+        if self.control.should_log and self._unlogged:
             rate = self.optimizer.param_groups[0]["lr"]
             self.log({"loss": sum(self._unlogged) / len(self._unlogged), "learning_rate": rate})
             self._unlogged.clear()
-        if self.eval_dataset is not None and _due(
-            args.eval_strategy, args.eval_steps or args.logging_steps, step, self.state
-        ):
-            self.evaluate()
+        if self.control.should_evaluate and self.eval_dataset is not None:
+            best = self._improved(self.evaluate())
             self.model.train()
-        if _due(args.save_strategy, args.save_steps, step, self.state):
-            self.accelerator.save_iteration = step
-            self.accelerator.save_state(Path(args.output_dir) / "checkpoints")
+            if str(getattr(self.args.save_strategy, "value", self.args.save_strategy)) == "best":
+                self.control.should_save = best
+        if self.control.should_save:
+            self._save(Path(self.args.output_dir) / "checkpoints")
+            self._call("on_save")
+        self.control.should_log = self.control.should_evaluate = self.control.should_save = False
+
+    def _save(self, folder: Path) -> None:
+        self.accelerator.save_iteration = self.state.global_step
+        self.accelerator.save_state(folder)
+        if self.accelerator.is_main_process:
+            self.state.save_to_json(str(folder / STATE_FILE))
+        self.accelerator.wait_for_everyone()
+
+    def _improved(self, metrics: dict[str, Any]) -> bool:
+        """Whether metric_for_best_model is the best so far; the model is then kept if it is loaded at the end."""
+        args, state = self.args, self.state
+        if args.metric_for_best_model is None:
+            return False
+        name = "eval_" + args.metric_for_best_model.removeprefix("eval_")
+        if name not in metrics:
+            raise JobError(f"metric_for_best_model={name} is not among the metrics: {', '.join(metrics)}")
+        sign = 1 if args.greater_is_better else -1
+        if state.best_metric is not None and sign * metrics[name] <= sign * state.best_metric:
+            return False
+        state.best_metric, state.best_global_step = metrics[name], state.global_step
+        if args.load_best_model_at_end:
+            state.best_model_checkpoint = str(Path(args.output_dir) / "best")
+            self._save(Path(state.best_model_checkpoint))
+        return True
 
     def log(self, values: dict[str, float]) -> None:
         """Add values to state.log_history, and print them."""
-        record = {**values, "epoch": round(self.state.epoch, 4), "step": self.state.global_step}
+        record = {**values, "epoch": round(self.state.epoch or 0.0, 4), "step": self.state.global_step}
         self.state.log_history.append(record)
         if not self.args.disable_tqdm:
             self.accelerator.print(json.dumps(record))
+        self._call("on_log", logs=record)
 
-    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """The mean loss over the batches of the evaluation data."""
+    def _evaluated(self, dataset: Any, prefix: str, loss_only: bool) -> tuple[Evaluated, dict[str, Any]]:
+        from transformers.trainer_utils import EvalPrediction, denumpify_detensorize, speed_metrics
+
+        self._prepare(0)
+        loader, _ = self._loader(dataset, self.args.per_device_eval_batch_size, shuffled=False)
+        self.callback_handler.eval_dataloader, started = loader, time.time()
+
+        def loss_arguments(batch: Any) -> dict[str, Any]:
+            counted = self._counts_items and "labels" in batch  # as transformers divides the loss
+            return {"num_items_in_batch": self._count_targets(batch)} if counted else {}
+
+        found = evaluate_batches(
+            self.accelerator, self.model, loader, self.label_names, loss_arguments, loss_only,
+            self.preprocess_logits_for_metrics, self.args.eval_do_concat_batches,
+        )  # fmt: skip
+        metrics: dict[str, Any] = {}
+        if not loss_only and self.compute_metrics is not None and found.labels is not None:
+            metrics = denumpify_detensorize(self.compute_metrics(EvalPrediction(found.predictions, found.labels)))
+        named = {name if name.startswith(prefix) else f"{prefix}_{name}": value for name, value in metrics.items()}
+        loss = {} if found.loss is None else {f"{prefix}_loss": found.loss}
+        return found, {**loss, **named, **speed_metrics(prefix, started, len(dataset), len(loader))}
+
+    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, Any]:
+        """The mean loss over the batches of the evaluation data, and what compute_metrics makes of the predictions."""
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
         if dataset is None:
             raise JobError("evaluate needs eval_dataset=…")
-        self._prepare(0)
-        loader, _ = self._loader(dataset, self.args.per_device_eval_batch_size, shuffled=False)
-        training, losses = self.accelerator.training, []
-        assert training is not None
-        with training.evaluation():
-            for batch in loader:
-                counted = self._counts_items and "labels" in batch  # as transformers divides the loss
-                extra = {"num_items_in_batch": self._count_targets(batch)} if counted else {}
-                outputs = self.model(**to_device(batch, self.accelerator.device), **extra)
-                size = next(iter(batch.values())).shape[0]
-                repeated = self.accelerator.gather_for_metrics(outputs["loss"].detach().repeat(size))
-                losses.append(repeated)
-        found = {f"{metric_key_prefix}_loss": float(torch.cat(losses).mean())}
-        self.log(found)
-        return found
+        loss_only = self.compute_metrics is None or self.args.prediction_loss_only
+        _, metrics = self._evaluated(dataset, metric_key_prefix, loss_only)
+        self.log(metrics)
+        self._call("on_evaluate", metrics=metrics)
+        return metrics
+
+    def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> Any:
+        """Predictions, labels and metrics of a dataset, as PredictionOutput of transformers."""
+        from transformers.trainer_utils import PredictionOutput
+
+        found, metrics = self._evaluated(test_dataset, metric_key_prefix, loss_only=False)
+        self._call("on_predict", metrics=metrics)
+        return PredictionOutput(found.predictions, found.labels, metrics)
+
+    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        """Print metrics as transformers does."""
+        from transformers.trainer_pt_utils import log_metrics
+
+        log_metrics(self, split, metrics)
+
+    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+        """Write metrics to OUTPUT_DIR/SPLIT_results.json."""
+        from transformers.trainer_pt_utils import save_metrics
+
+        save_metrics(self, split, metrics, combined)
+
+    def save_state(self) -> None:
+        """Write the state to OUTPUT_DIR/trainer_state.json."""
+        if self.accelerator.is_main_process:
+            self.state.save_to_json(str(Path(self.args.output_dir) / STATE_FILE))
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write the model as transformers reads it. Call it on every rank."""
@@ -284,36 +350,3 @@ class WeftTrainer:
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
         self.accelerator.wait_for_everyone()
-
-
-def _predicts_next_token(model: Any) -> bool:
-    """Whether the loss of a model of transformers is that of a causal language model."""
-    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-
-    decoder = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return decoder and LOSS_MAPPING.get(getattr(model, "loss_type", "")) is ForCausalLMLoss
-
-
-def _default_collator() -> Any:
-    from transformers import default_data_collator
-
-    return default_data_collator
-
-
-def _groups(loader: Any, size: int) -> Iterator[list[Any]]:
-    group: list[Any] = []
-    for batch in loader:
-        group.append(batch)
-        if len(group) == size:
-            yield group
-            group = []
-    if group:
-        yield group
-
-
-def _due(strategy: Any, every: float, step: int, state: TrainerState) -> bool:
-    kind = str(getattr(strategy, "value", strategy))
-    if kind == "epoch":
-        return abs(state.epoch - round(state.epoch)) < 1e-9
-    interval = max(1, round(every * state.max_steps) if every < 1 else int(every))
-    return kind == "steps" and step % interval == 0
