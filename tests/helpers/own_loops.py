@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import weft.hvd as hvd
 from weft.adapters.accelerator import Accelerator
+from weft.adapters.deepspeed_accelerator import get_accelerator
 from weft.adapters.deepspeed_engine import initialize
 from weft.adapters.lightning_loop import fit
 from weft.job.schema import Job, Optim, Parallel
@@ -31,11 +32,11 @@ def net(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-def plain_losses(lr: float = 1e-2, clip: float = 0.5, steps: int = STEPS) -> list[float]:
+def plain_losses(lr: float = 1e-2, clip: float = 0.5, steps: int = STEPS, sampler: Any = None) -> list[float]:
     """One process, batches of 8."""
     model, found = net(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    for inputs, targets in list(DataLoader(data(), batch_size=8))[:steps]:
+    for inputs, targets in list(DataLoader(data(), batch_size=8, sampler=sampler))[:steps]:
         loss = functional.cross_entropy(model(inputs), targets)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -84,7 +85,8 @@ def deepspeed_losses(stage: int) -> list[float]:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine, _, loader, _ = initialize(model=model, optimizer=optimizer, training_data=data(), config=config)
-    assert loader is not None and engine.zero_optimization_stage() == stage
+    assert loader is not None and engine.zero_optimization_stage() == stage and not engine.bfloat16_enabled()
+    assert get_accelerator().device(engine.local_rank) == engine.device and len(loader) == STEPS
     found = []
     for inputs, targets in loader:
         loss = functional.cross_entropy(engine(inputs), targets)

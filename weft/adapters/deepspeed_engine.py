@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from weft.adapters.layout import join_ranks, precision_of
 from weft.adapters.rank_loader import RankLoader
@@ -235,6 +235,15 @@ class DeepSpeedEngine(nn.Module):
     def zero_optimization_stage(self) -> int:
         return self.plan.zero if self.plan.dp_shard > 1 else 0
 
+    def bfloat16_enabled(self) -> bool:
+        return self.job.precision == "bf16"
+
+    def fp16_enabled(self) -> bool:
+        return self.job.precision == "fp16"
+
+    def gradient_clipping(self) -> float:
+        return float(self.job.optim.clip or 0.0)
+
     @property
     def device(self) -> torch.device:
         return self.mesh.device
@@ -252,9 +261,13 @@ class DeepSpeedEngine(nn.Module):
         return self.mesh.world
 
     def deepspeed_io(self, dataset: Dataset[Any], batch_size: int | None = None, **options: Any) -> RankLoader:
-        """A loader of this rank's batches."""
-        loader = DataLoader(dataset, batch_size=batch_size or self.micro_batch, drop_last=True, **options)
-        return RankLoader(loader, self.plan, self.mesh)
+        """A loader of this rank's batches, in the order of DeepSpeed: a DistributedSampler with its defaults."""
+        drop, sampler = bool(self.settings.get("dataloader_drop_last")), options.pop("data_sampler", None)
+        if sampler is None and not isinstance(dataset, IterableDataset):
+            sampler = DistributedSampler(dataset, self.plan.dp, self.mesh.dp_rank(self.plan))
+        size = batch_size or self.micro_batch
+        loader: DataLoader[Any] = DataLoader(dataset, batch_size=size, sampler=sampler, drop_last=drop, **options)
+        return RankLoader(loader, self.plan, self.mesh, shared_out=True)
 
     def save_checkpoint(
         self, save_dir: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None,

@@ -62,8 +62,9 @@ class RankLoader:
 
     def __init__(
         self, loader: DataLoader[Any], plan: Plan, mesh: Mesh, split: bool = False, place: bool = True,
-        began: Callable[[RankLoader], None] = lambda loader: None,
+        began: Callable[[RankLoader], None] = lambda loader: None, shared_out: bool = False,
     ):  # fmt: skip
+        """`shared_out` where the loader's own sampler gives each rank its samples."""
         self.plan, self.mesh, self.place, self.began = plan, mesh, place, began
         self.rank, self.world = mesh.dp_rank(plan), plan.dp
         self.ended, self.skip, self.split = False, 0, split
@@ -71,7 +72,7 @@ class RankLoader:
         self.batch_size = loader.batch_size
         self.streamed = isinstance(loader.dataset, IterableDataset)
         self.loader: DataLoader[Any] = loader
-        if not self.streamed and self.world > 1:
+        if not self.streamed and self.world > 1 and not shared_out:
             self.loader = self._sharded(loader, split)
 
     def _sharded(self, loader: DataLoader[Any], split: bool) -> DataLoader[Any]:
