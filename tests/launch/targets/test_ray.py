@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -19,8 +20,8 @@ from weft.job.errors import MachineError
 from weft.launch.cluster_doctor import check_cluster
 from weft.launch.launch_job import plan_for
 from weft.launch.node_probe import MARK, facts
-from weft.launch.targets import ray_target
-from weft.launch.targets.ray_driver import NodeActor, bundle_of
+from weft.launch.targets import ray_driver, ray_target
+from weft.launch.targets.ray_driver import NodeActor, RayRun, bundle_of
 from weft.launch.targets.ray_target import RayTarget, address_of
 
 JOB = {"name": "run", "cluster": {"device": "cpu", "nodes": 2, "devices_per_node": 2, "environment": {"A": "1"}}}
@@ -125,3 +126,33 @@ def test_processes_end_with_their_actor(tmp_path: Path) -> None:
         child = psutil.Process(int(owner.stdout.readline()))
         owner.kill()
     until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+
+
+class RayWithoutNodes:
+    """A cluster of one node with two CPUs whose placement groups are never ready."""
+
+    util = SimpleNamespace(remove_placement_group=lambda group: None)
+
+    def wait(self, refs: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        return [], refs
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": {"CPU": 2.0}}, {"Alive": False, "Resources": {"CPU": 8.0}}]
+
+
+def test_a_run_that_waits_for_nodes_says_so_and_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, lines, stop = object.__new__(RayRun), list[str](), tmp_path / "stop"
+    run.ray, run.nodes, run.bundle = RayWithoutNodes(), 2, bundle_of(2, 0)
+    run.group = SimpleNamespace(ready=lambda: None)
+    monkeypatch.setattr(ray_driver, "REPORT_WAIT_S", -1.0)
+
+    def log(text: str) -> None:
+        lines.append(text)
+        stop.touch()
+
+    assert run.train(stop, log) == 75
+    asked = "2 nodes with {'CPU': 2.0} each"
+    assert lines == [f"waiting for {asked}: the cluster has 1, used or free", "stopped before it had its nodes"]
+    monkeypatch.setattr(ray_driver, "PLACEMENT_TIMEOUT_S", -1.0)
+    assert run.train(None, lines.append) == 4
+    assert lines[-1].startswith(f"weft: Ray has not had {asked}")

@@ -17,10 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weft.job.errors import Exit
+from weft.job.errors import Exit, MachineError
 
 OUTPUT, EXIT_FILE, STOP_FILE = "output.log", "exit.json", "stop"
 PLACEMENT_TIMEOUT_S, POLL_S = 3600.0, 0.5
+REPORT_WAIT_S = 10.0
+"""A run that waits longer for its nodes says so."""
 MAX_REPLACED_ACTORS = 100
 END_GRACE_S = 30.0
 """How long the other nodes may take to end after the first."""
@@ -82,18 +84,40 @@ class RayRun:
     def train(self, stop_file: Path | None = None, log: Callable[[str], None] = print) -> int:
         """Run all nodes to their end. Returns the exit code of the run. A stop file asks it to save and stop."""
         try:
-            self.ray.get(self.group.ready(), timeout=PLACEMENT_TIMEOUT_S)
+            if (code := self._wait_for_nodes(stop_file, log)) is not None:
+                return int(code)
             self.actors = [self._actor(node) for node in range(self.nodes)]
             self.addresses = self.ray.get([actor.address.remote() for actor in self.actors])
             for node in range(self.nodes):
                 self._start(node)
             return self._watch(stop_file, log)
-        except self.ray.exceptions.GetTimeoutError:
-            minutes = PLACEMENT_TIMEOUT_S / 60
-            log(f"weft: Ray has had no {self.nodes} nodes with {self.bundle} each for {minutes:.0f} minutes")
-            return int(Exit.MACHINE)
+        except MachineError as error:
+            log(f"weft: {error}")
+            return int(error.exit_code)
         finally:
             self.ray.util.remove_placement_group(self.group)  # ends the actors
+
+    def _wait_for_nodes(self, stop_file: Path | None, log: Callable[[str], None]) -> Exit | None:
+        """Wait for the placement group. Returns the exit code of a run that is stopped before it has its nodes."""
+        ready, began, said = self.group.ready(), time.monotonic(), False
+        asked = f"{self.nodes} nodes with {self.bundle} each" if self.nodes > 1 else f"a node with {self.bundle}"
+        while not self.ray.wait([ready], timeout=POLL_S)[0]:
+            if stop_file is not None and stop_file.exists():
+                stop_file.unlink()
+                log("stopped before it had its nodes")
+                return Exit.PREEMPTED
+            waited = time.monotonic() - began
+            if waited > PLACEMENT_TIMEOUT_S:
+                raise MachineError(f"Ray has not had {asked} for {PLACEMENT_TIMEOUT_S / 60:.0f} minutes")
+            if waited > REPORT_WAIT_S and not said:
+                said = True
+                log(f"waiting for {asked}: the cluster has {self._large_nodes()}, used or free")
+        return None
+
+    def _large_nodes(self) -> int:
+        """Nodes of the cluster that have the resources of a bundle."""
+        alive = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
+        return sum(all(has.get(name, 0.0) >= n for name, n in self.bundle.items()) for has in alive)
 
     def _actor(self, node: int) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -140,7 +164,7 @@ class RayRun:
     def _replace(self, node: int, log: Callable[[str], None]) -> None:
         self.replaced += 1
         if self.replaced > MAX_REPLACED_ACTORS:
-            raise RuntimeError(f"{MAX_REPLACED_ACTORS} actors were lost")
+            raise MachineError(f"{MAX_REPLACED_ACTORS} actors were lost")
         log(f"the actor of node {node} was lost; another one takes its place")
         self.actors[node] = self._actor(node)
         self._start(node)
