@@ -127,6 +127,16 @@ def test_a_pod_has_what_it_needs_and_no_more(tmp_path: Path, monkeypatch: pytest
     assert {"name": "NCCL_SOCKET_IFNAME", "value": "eth0"} in container["env"]
 
 
+def test_kubernetes_expands_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """$(NAME) would be replaced, and $$ read as $."""
+    words = ["cluster.environment={A: '$(HOME)', B: 'a$$b'}", "cluster.setup=['echo $$ $(PATH)']"]
+    job = build_manifests(request_for(tmp_path, monkeypatch, GPU_JOB, *words))[-1]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    values = {each["name"]: each.get("value") for each in container["env"]}
+    assert (values["A"], values["B"]) == ("$$(HOME)", "a$$$$b")
+    assert container["command"][2] == 'echo $$$$ $$(PATH)\nexec "$$@"'
+
+
 def test_a_store_replaces_the_shared_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = ["cluster.volumes=[]", "checkpoint.to=s3://bucket/runs", "cluster.kubernetes.env_secrets=[keys]"]
     job = build_manifests(request_for(tmp_path, monkeypatch, GPU_JOB, *changes))[-1]
@@ -145,7 +155,9 @@ def test_a_store_replaces_the_shared_volume(tmp_path: Path, monkeypatch: pytest.
         (["cluster.image=my weft:1"], "cluster.image='my weft:1' is not accepted by Kubernetes"),
         (["cluster.image=reg/Weft"], "registry.example.com/weft:1.0"),
         (["cluster.volumes=[My_Claim:/work]"], "cluster.volumes='My_Claim' is not accepted"),
-        (["cluster.volumes=[a:/work, b:/work]"], "mounts two volumes at /work"),
+        (["cluster.volumes=[a:/work, b:/work/]"], "mounts two volumes at /work"),
+        (["cluster.volumes=[a:/work, b:/tmp]"], "mounts a volume at /tmp, which pods need"),
+        (["cluster.volumes=[a:/work/../..]"], "mounts a volume at /, which pods need"),
         (["cluster.kubernetes.namespace=My_Team"], "cluster.kubernetes.namespace='My_Team' is not accepted"),
         (["cluster.kubernetes.memory=lots"], "write for example 8, 500m or 64Gi"),
         (["cluster.kubernetes.cpu=0"], "cluster.kubernetes.cpu='0' is not accepted"),
@@ -227,10 +239,11 @@ def policy_action(job: dict[str, Any], exit_code: int) -> str:
 def start_pod(job: dict[str, Any], index: int, folder: Path, attempt: int = 0) -> subprocess.Popen[Any]:
     """A pod's container as a process: its command, folder and variables, with those that Kubernetes sets."""
     (container,) = job["template"]["spec"]["containers"]
-    given = {each["name"]: each.get("value", "127.0.0.1") for each in container["env"]}
+    given = {each["name"]: each.get("value", "127.0.0.1").replace("$$", "$") for each in container["env"]}
+    command = [word.replace("$$", "$") for word in container["command"]]
     env = {**ENV, **given, "JOB_COMPLETION_INDEX": str(index), "HOME": str(folder)}
     with (folder / f"pod-{index}-{attempt}.txt").open("w") as output:
-        return Popen(container["command"], cwd=container["workingDir"], env=env, stdout=output, stderr=output)
+        return Popen(command, cwd=container["workingDir"], env=env, stdout=output, stderr=output)
 
 
 def test_doctor_probes_the_pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

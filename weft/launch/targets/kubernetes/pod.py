@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from posixpath import normpath
 from typing import Any
 
 from weft.hardware.pod_environment import POD_ADDRESS
@@ -10,6 +11,8 @@ from weft.job.errors import Exit, JobError
 from weft.launch.targets.target import SUBMITTED_JOB, LaunchRequest
 
 JOB_FOLDER = "/etc/weft"
+OWN_MOUNTS = {"job": JOB_FOLDER, "tmp": "/tmp", "shm": "/dev/shm"}
+"""Volumes of every pod, and where they are mounted."""
 CONTAINER = "node"
 """Kubeflow's name for the container that trains."""
 SHM_GIB_PER_RANK = 2
@@ -89,7 +92,7 @@ def on_gpus(request: LaunchRequest) -> bool:
 def claims(request: LaunchRequest) -> list[tuple[str, str, bool]]:
     """Persistent volume claims of a pod: name, path, and whether it is mounted read-only."""
     parts = [text.split(":") for text in request.cluster.volumes]
-    return [(part[0], part[1], part[2:] == ["ro"]) for part in parts]
+    return [(part[0], normpath(part[1]), part[2:] == ["ro"]) for part in parts]
 
 
 def workdir(request: LaunchRequest) -> str:
@@ -130,7 +133,7 @@ def _container(request: LaunchRequest, map_exit_codes: bool) -> dict[str, Any]:
     return {
         "name": CONTAINER,
         "image": cluster.image,
-        "command": command,
+        "command": [literal(word) for word in command],
         "workingDir": workdir(request),
         "env": environment(request),
         **({"envFrom": [{"secretRef": {"name": n}} for n in options.env_secrets]} if options.env_secrets else {}),
@@ -139,19 +142,24 @@ def _container(request: LaunchRequest, map_exit_codes: bool) -> dict[str, Any]:
             "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": capabilities,
         },
         "volumeMounts": [
-            {"name": "job", "mountPath": JOB_FOLDER, "readOnly": True}, {"name": "tmp", "mountPath": "/tmp"},
-            {"name": "shm", "mountPath": "/dev/shm"},
+            *({"name": name, "mountPath": path, **({"readOnly": True} if name == "job" else {})}
+              for name, path in OWN_MOUNTS.items()),
             *({"name": f"claim-{i}", "mountPath": path, **({"readOnly": True} if read_only else {})}
               for i, (_, path, read_only) in enumerate(claims(request))),
         ],
     }  # fmt: skip
 
 
+def literal(text: str) -> str:
+    """A text of which Kubernetes expands nothing: it replaces $(NAME) in commands and variables, and reads $$ as $."""
+    return text.replace("$", "$$")
+
+
 def environment(request: LaunchRequest) -> list[dict[str, Any]]:
     """Variables of a pod. Its number is set by the Job (JOB_COMPLETION_INDEX), or by Kubeflow."""
     fixed = {"NNODES": str(request.nodes), "HOME": "/tmp", "PYTHONUNBUFFERED": "1", **request.environment()}
     address = {"name": POD_ADDRESS, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
-    return [*({"name": name, "value": value} for name, value in fixed.items()), address]
+    return [*({"name": name, "value": literal(value)} for name, value in fixed.items()), address]
 
 
 def _volumes(request: LaunchRequest) -> list[dict[str, Any]]:

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from weft.job.errors import JobError
-from weft.launch.targets.kubernetes.pod import claims
+from weft.launch.targets.kubernetes.pod import OWN_MOUNTS, claims
 from weft.launch.targets.target import LaunchRequest
+
+SYSTEM_PATHS = ("/", "/dev", "/etc", "/proc", "/sys", "/usr", "/bin", "/lib")
+"""Paths at which a volume would hide what a container needs."""
 
 
 class ValueForm(NamedTuple):
@@ -33,13 +36,15 @@ IMAGE = ValueForm(
 
 
 def check_values(request: LaunchRequest) -> None:
-    """Refuse a value that the API would refuse, and two volumes at one path."""
+    """Refuse a value that the API would refuse, two volumes at one path, and one at a path that pods need."""
     for setting, value, form in _values(request):
         if not re.fullmatch(form.pattern, value, re.ASCII):
             raise JobError(f"{setting}={value!r} is not accepted by Kubernetes; write for example {form.example}")
     paths = [path for _, path, _ in claims(request)]
     if twice := next((path for path in paths if paths.count(path) > 1), None):
         raise JobError(f"cluster.volumes mounts two volumes at {twice}; give each a path of its own")
+    if taken := next((path for path in paths if path in (*OWN_MOUNTS.values(), *SYSTEM_PATHS)), None):
+        raise JobError(f"cluster.volumes mounts a volume at {taken}, which pods need; write for example /workspace")
 
 
 def _values(request: LaunchRequest) -> Iterator[tuple[str, str, ValueForm]]:
