@@ -210,6 +210,29 @@ def test_two_kinds_of_offload_are_one_field(tmp_path: Path) -> None:
     assert convert(str(file)).job.memory.offload == "all"
 
 
+def test_patterns_of_layers_are_reported(tmp_path: Path) -> None:
+    """PEFT takes patterns, which many axolotl examples have; the other settings are converted."""
+    file = tmp_path / "lora.yml"
+    common = "base_model: a/b\nadapter: lora\nlora_r: 4\n"
+    file.write_text(common + "lora_target_modules: 'model.layers.[\\d]+.(mlp|self_attn).(up|q)_proj'\n")
+    found = {s.key: s for s in convert(str(file)).settings}
+    assert found["lora_target_modules"].status == "no counterpart" and found["lora_r"].status == "mapped"
+    file.write_text(common + "lora_target_modules: [self_attn.q_proj, mlp.up_proj]\n")
+    lora = convert(str(file)).job.model.lora
+    assert lora is not None and lora.targets == ("q", "up")
+
+
+def test_quoted_arguments_and_no_evaluation_in_a_script(tmp_path: Path) -> None:
+    file = tmp_path / "train.sh"
+    file.write_text(
+        'ARGS+=("--eval-iters 0" "--split \'99,1,0\'" --eval-interval 100)\n'
+        "torchrun pretrain_gpt.py --num-layers 2 ${ARGS[@]}\n"
+    )
+    found = convert(str(file))
+    assert found.job.train.eval_every == 0
+    assert not [s.key for s in found.settings if s.status in ("unknown", "refused")]
+
+
 def test_a_value_that_weft_refuses_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text('{"optimizer": {"params": {"lr": -1}}, "gradient_clipping": 0.5}', encoding="utf-8")

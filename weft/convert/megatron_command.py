@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from itertools import chain
 
 from weft.convert.settings import Settings
 from weft.job.errors import JobError
@@ -63,7 +64,8 @@ def arguments_of(text: str, file: str) -> Settings:
 
 def _settings(words: list[str]) -> Settings:
     settings, name = Settings(), None
-    for word in words:
+    parts = ([part.strip("'\"") for part in word.split()] if word.startswith("--") else [word] for word in words)
+    for word in chain.from_iterable(parts):
         if word.startswith("--") and len(word) > 2:
             name, sign, value = word[2:].partition("=")
             name = name if name in LAUNCHERS else name.replace("_", "-")

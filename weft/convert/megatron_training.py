@@ -11,6 +11,16 @@ LOGS = unneeded("metrics of all ranks are in RUN/metrics.jsonl")
 STORE = "build a token store by weft data build and set data.source to its folder"
 
 
+def _evaluation(job_field: str) -> Rule:
+    """--eval-iters 0 turns evaluation off."""
+
+    def rule(value: Any, settings: Settings) -> Result:
+        off = as_number(settings.get("eval-iters")) == 0
+        return Result({"train.eval_every": 0}) if off else to(job_field)(value, settings)
+
+    return rule
+
+
 def _steps(settings: Settings) -> float:
     if steps := settings.number("train-iters", default=0):
         return steps
@@ -221,8 +231,8 @@ TRAINING_RULES: dict[str, Rule] = {
     "use-checkpoint-args": absent("the job has all settings"),
     "override-opt-param-scheduler": unneeded("the job decides"),
     "use-checkpoint-opt-param-scheduler": unneeded("the job decides"),
-    "eval-interval": to("train.eval_every"),
-    "eval-iters": to("train.eval_batches"),
+    "eval-interval": _evaluation("train.eval_every"),
+    "eval-iters": _evaluation("train.eval_batches"),
     "log-interval": to("watch.every"),
     "tensorboard-dir": switch({"watch.trackers": ["tensorboard"]}),
     "wandb-project": switch({"watch.trackers": ["wandb"]}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from weft.convert.settings import (
@@ -151,8 +152,18 @@ def lora_table(rank: str, targets: str, method: str) -> dict[str, Rule]:
             else Result(note=f"{method} is not lora", status="not needed")
         )
 
-    fields = {rank: "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", targets: "targets"}
-    return {key: only_lora(to(f"model.lora.{name}")) for key, name in fields.items()}
+    fields = {rank: "rank", "lora_alpha": "alpha", "lora_dropout": "dropout"}
+    table = {key: to(f"model.lora.{name}") for key, name in fields.items()} | {targets: _lora_targets}
+    return {key: only_lora(rule) for key, rule in table.items()}
+
+
+def _lora_targets(value: Any, settings: Settings) -> Result:
+    """Names of layers, perhaps with the module above; PEFT reads a string with other characters as a pattern."""
+    if isinstance(value, str) and re.search(r"[^\w, -]", value):
+        return Result(note="a pattern; name the layers, such as [q_proj, v_proj]", status="no counterpart")
+    if isinstance(value, list):
+        value = [re.sub(r"^(self_attn|mlp)\.", "", str(name)) for name in value]
+    return to("model.lora.targets")(value, settings)
 
 
 def shared_table(micro_batch: str = "per_device_train_batch_size") -> dict[str, Rule]:
