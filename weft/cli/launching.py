@@ -38,7 +38,8 @@ def launch(
     if dry_run:
         for line in target.check(request, target.build(request)):
             print_stderr(line)
-        print_stderr(f"{target.name} would accept {request.job.name}: {request.plan.layout()}, {request.nodes} nodes")
+        nodes = f"{request.nodes} node{'s' * (request.nodes > 1)}"
+        print_stderr(f"{target.name} would accept {request.job.name}: {request.plan.layout()}, {nodes}")
         return
     if request.job.launch.when:
         from weft.launch.policy import run_by_policy, start_in_background

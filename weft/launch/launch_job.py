@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.job.errors import Exit, FitError, JobError, WeftError
+from weft.job.errors import Exit, FitError, JobError, MachineError, WeftError
 from weft.job.load import dump_yaml, parse_job, read_fields
 from weft.job.registry import import_extensions
 from weft.job.run_folder import RunDir
@@ -185,6 +185,8 @@ def stop(record: LaunchRecord, log: Callable[[str], None], kill: bool, timeout_s
     """Ask a launched run to save and stop, and wait for its end. Returns an exit code."""
     target = find_target(record.target)
     if (status := target.status(record)).state not in ACTIVE:
+        if status.state == JobState.LOST and status.detail:
+            raise MachineError(f"the state of {Path(record.run).name} is unknown: {status.detail}")
         end = "without an exit code" if status.exit_code is None else f"(exit code {status.exit_code})"
         raise JobError(f"{Path(record.run).name} has already ended {end}")
     (target.kill if kill else target.stop)(record)

@@ -87,6 +87,8 @@ def test_damaged_records_and_a_controller_that_is_away(
         "good": "running", "list": "not started", "none": "not started", "settings": "lost",
     }  # fmt: skip
     assert "Unable to contact" in rows["good"]["detail"] and "cluster.nodes=-3" in rows["settings"]["detail"]
+    refused = in_process(tmp_path, "stop", "settings")
+    assert (refused.code, "the state of settings is unknown: " in refused.last) == (4, True)
 
 
 def test_refused_submission_leaves_no_files(

@@ -21,14 +21,16 @@ InProcess = Callable[..., Output]
 
 @pytest.fixture
 def folder(tmp_path: Path, slurm: SlurmCluster, interpreter: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with a job of two nodes with two ranks each."""
+    """A folder with a job of two nodes with two ranks each, and a name that sbatch would split and expand."""
+    made = tmp_path / "100%j of it"
+    made.mkdir()
     monkeypatch.setenv("SLURM_CONF", str(slurm.conf))
     sections: dict[str, Any] = {**parity.BASE, "name": "run", "parallel": {"dp_shard": -1, "zero": 3}}
     sections["data"] = {"source": "helpers.own_models:SlowCounting", "seq_len": 8, "record_ids": True}
     sections["train"] = {**sections["train"], "steps": 100_000, "eval_every": 0}
     sections["cluster"] = {"device": "cpu", "nodes": 2, "devices_per_node": 2, "python": interpreter}
-    write_job(tmp_path, **sections, checkpoint={"every": 20})
-    yield tmp_path
+    write_job(made, **sections, checkpoint={"every": 20})
+    yield made
     slurm.command("scancel", "--user=root")
     until(lambda: not slurm.command("squeue", "-h").strip())
 
@@ -112,6 +114,7 @@ def test_srun_by_hand_joins_the_nodes_and_ranks(folder: Path, slurm: SlurmCluste
         (["cluster.slurm.groups=[{nodes: 2}]", "--print"], 2, "raise cluster.nodes"),
         (["cluster.slurm.array=[optim.lrx=1]", "--print"], 2, "cluster.slurm.array[0]: optim.lrx: unknown key"),
         (["cluster.slurm.array=['a=\"b']", "--print"], 2, "No closing quotation"),
+        (['cluster.account="x\\n#SBATCH -t 1"', "--print"], 2, "has a line break"),
         (["cluster.slurm.array=[name=x]", "--print"], 2, "cluster.slurm.array[0] sets name=x"),
         (["cluster.nodes=9", "train.global_batch=36", "--dry-run"], 4, "sbatch: "),
     ],

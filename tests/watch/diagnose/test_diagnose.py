@@ -160,7 +160,7 @@ def test_a_slow_link_on_a_busy_machine(tmp_path: Path, best_gb_per_s: float, slo
     def busy(step: int, record: dict[str, Any]) -> None:
         late = step > 20
         record["step_time_s"] = 0.5 + 0.3 * late
-        waits = [0.2, 0.25] if late else [0.001, 0.1]  # of other processes, which became more
+        waits = [0.7, 0.75] if late and not slow else [0.001, 0.1]  # other processes became more
         record["ranks"] |= {
             "busy_s": [0.4, 0.45], "core_wait_s": [0.3 + 0.2 * late, 0.25 + 0.2 * late], "core_idle_s": [0.0, 0.0],
             "cpu_s": [0.1, 0.1], "wait_s": {"dp_shard": waits},
@@ -172,8 +172,10 @@ def test_a_slow_link_on_a_busy_machine(tmp_path: Path, best_gb_per_s: float, slo
                 "shortest_ms": 1.0 / best_gb_per_s,
             }
 
+    fault = {"kind": "fault", "fault": "slow_link", "axis": "dp_shard", "rank": None, "step": 30, "why": "it is slow"}
     output = {finding.cause: finding for finding in found(write(tmp_path / "a", busy))}
     assert set(output) == ({"slow_link", "neighbour"} if slow else {"neighbour"})
+    assert ("slow_link" in causes(write(tmp_path / "reported", busy, events=(fault,)))) == slow
     if slow:
         assert "reached 0.012 GB/s" in output["slow_link"].evidence
 

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from weft.job.cluster import Cluster
@@ -77,6 +78,13 @@ exit "$code"
 """
 
 
+def _directives(options: Sequence[str], quote: bool = True) -> list[str]:
+    """Lines of a script with options of sbatch, which splits them at blanks as a shell does."""
+    if broken := next((text for text in options if len(text.splitlines()) > 1), None):
+        raise JobError(f"{broken!r} has a line break, which an option of sbatch cannot have")
+    return [f"#SBATCH {shlex.quote(text) if quote else text}" for text in options]
+
+
 class SlurmTarget(Target):
     """A batch job of Slurm. The run folder must be on a disk that all nodes share."""
 
@@ -99,7 +107,8 @@ class SlurmTarget(Target):
             )
         _check_image(request)
         cpus = options.cpus_per_node or request.ranks_per_node * (1 if request.plan.device == "cpu" else CPUS_PER_GPU)
-        output = f"{request.run.path}-%a/launch/{OUTPUT}" if options.array else f"{request.launch_folder}/{OUTPUT}"
+        path = str(request.run.path).replace("%", "%%")
+        output = f"{path}-%a/launch/{OUTPUT}" if options.array else f"{path}/launch/{OUTPUT}"
         settings = [
             f"--job-name=weft-{request.job.name}", *self._common(request, first, cpus), f"--output={output}",
             "--open-mode=append", f"--signal=TERM@{options.signal_s}", "--no-kill", f"--chdir={request.workdir}",
@@ -110,10 +119,10 @@ class SlurmTarget(Target):
         if options.array:
             limit = f"%{options.array_limit}" if options.array_limit else ""
             settings.append(f"--array=0-{len(options.array) - 1}{limit}")
-        lines = ["#!/bin/bash", *(f"#SBATCH {text}" for text in (*settings, *options.options))]
+        lines = ["#!/bin/bash", *_directives(settings), *_directives(options.options, quote=False)]
         for group in options.groups:
-            lines += ["#SBATCH hetjob", *(f"#SBATCH {o}" for o in self._common(request, group.nodes, cpus))]
-            lines += [f"#SBATCH {text}" for text in group.options]
+            lines += ["#SBATCH hetjob", *_directives(self._common(request, group.nodes, cpus))]
+            lines += _directives(group.options, quote=False)
         text = "\n".join([*lines, *_array_cases(request), self._body(request, cpus)])
         return Submission((("sbatch", "--parsable", str(request.launch_folder / SCRIPT)),), {SCRIPT: text})
 

@@ -22,6 +22,8 @@ UNKNOWN_LINK_GB_S = 0.1
 """Expected bandwidth where the planner knows no better: gigabit Ethernet."""
 MIN_SAMPLES = 3
 """Timed steps that a finding about latency needs: on a busy machine a single message may be late."""
+TIMED_STEPS = 10
+"""Steps before a report in which messages are also looked at; they are timed every watch.comm_every steps."""
 MAX_CONTENTION = 0.8
 """Largest share of a step that is left out because ranks waited for a core."""
 MAX_HOP_MS = 2.0
@@ -43,6 +45,8 @@ def _reported(found: RunEvidence) -> Finding | None:
     if not faults:
         return None
     last = faults[-1]
+    if _fast_on_a_busy_machine(found, str(last.get("axis")), (number(last.get("step")) or 0.0) - TIMED_STEPS):
+        return None
     return Finding("slow_link", f"{last.get('why')} (since step {last.get('step')})", FIX, None, _exposed(found))
 
 
@@ -61,13 +65,27 @@ def _became_slow(found: RunEvidence) -> Finding | None:
     for axis in table.waits:
         before, after = (float(np.median(_least_wait(part, axis))) for part in (early, late))
         share = (after - before) / float(np.median(late.seconds))
-        if after > SLOW_RATIO * before and share > MIN_SHARE:
+        slow = after > SLOW_RATIO * before and share > MIN_SHARE
+        if slow and not _fast_on_a_busy_machine(found, axis, late.steps[0]):
             evidence = (
                 f"messages on {axis} take {seconds(after)} a step at the end of the run and took "
                 f"{seconds(before)} at its start, on every rank"
             )
             return Finding("slow_link", evidence, FIX, None, 100 * share)
     return None
+
+
+def _fast_on_a_busy_machine(found: RunEvidence, axis: str, since: float) -> bool:
+    """Whether ranks wait for cores from a step on, and messages are still as fast as the link: they wait for ranks."""
+    table = found.table
+    if table is None:
+        return False
+    contention = np.maximum(0.0, table.get("core_wait_s") - table.get("core_idle_s")).max(axis=1) / table.seconds
+    rows = [r for r in found.records if isinstance(r.get("comm_axes"), dict) and (number(r.get("step")) or 0) >= since]
+    figures = [a for r in rows if isinstance(a := r["comm_axes"].get(axis), dict)]
+    best = max((number(a.get("best_gb_per_s")) or 0.0 for a in figures), default=0.0)
+    busy = float(np.median(contention[np.array(table.steps) >= since])) if table.steps[-1] >= since else 0.0
+    return busy > MIN_SHARE and best >= LINK_SHARE * _link_gb_s(found)
 
 
 def _least_wait(table: RankTable, axis: str) -> Floats:
