@@ -24,6 +24,8 @@ from weft.planner.search.search import LayoutSearch, SearchResult
 
 ROUNDS = 6
 """Iterations in which the shares are updated from the measured speeds."""
+GUESSES = 3
+"""Splits of the blocks that are guessed from the seconds of a block, before the rest is halved."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,10 @@ def _alone(job: Job, **changed: Any) -> Job:
 def mixed(start: PlanStart, calibration: Calibration) -> list[Mixed]:
     """Ways to use all kinds at once, the fastest first; empty if none fits."""
     each = kinds(start)
-    alone = min(
-        (_time(found) for found in (_best(s, s.job.train.global_batch, calibration) for s in each)), default=np.inf
-    )
-    ways = [_shares(each, calibration, alone)]
+    times = [_time(_best(s, s.job.train.global_batch, calibration)) for s in each]
+    ways = [_shares(each, calibration, min(times))]
     if len(each) == 2:
-        ways.append(_stages(each, calibration, alone))
+        ways.append(_stages(each, calibration, times))
     return sorted((way for way in ways if way is not None), key=lambda way: way.step_time_s)
 
 
@@ -154,26 +154,35 @@ def _part(start: PlanStart, found: SearchResult, sequences: int, blocks: int) ->
     return Part(start.device.name, start.world, layout, sequences, blocks, float(found.times[0]), float(found.peaks[0]))
 
 
-def _stages(each: list[PlanStart], calibration: Calibration, alone: float) -> Mixed | None:
-    """Blocks in proportion to speed: one pipeline over both kinds, each in the best layout for its blocks."""
+def _stages(each: list[PlanStart], calibration: Calibration, alone: list[float]) -> Mixed | None:
+    """Blocks in proportion to speed: one pipeline over both kinds, each in the best layout for its blocks. `alone` are
+    the step times of each kind with all blocks."""
     layers, batch = int(each[0].job.model.layers or 0), each[0].job.train.global_batch
-    low, high = 1, layers - 1
+    low, high, tried = 1, layers - 1, 0
     best: Mixed | None = None
-    while low <= high:  # bisection: the first kind slows down with each block, the other speeds up
-        blocks = (low + high) // 2
-        found = [_best(s, batch, calibration, n) for s, n in zip(each, (blocks, layers - blocks), strict=True)]
+    counts, times = (layers, layers), alone
+    while low <= high:  # the first kind slows down with each block, the other speeds up
+        blocks = _balanced(layers, counts, times, low, high) if tried < GUESSES else (low + high) // 2
+        counts, tried = (blocks, layers - blocks), tried + 1
+        found = [_best(s, batch, calibration, n) for s, n in zip(each, counts, strict=True)]
         times = [_time(f) for f in found]
         if max(times) < float("inf") and found[0] and found[1]:
             # both parts work on different microbatches at once; the first and the last wait for each other once
             waits = max(times) / max(1, int(found[0].layouts.accumulation[0]))
             step = max(times) + waits
-            parts = tuple(
-                _part(s, f, batch, n) for s, f, n in zip(each, found, (blocks, layers - blocks), strict=True) if f
-            )
+            parts = tuple(_part(s, f, batch, n) for s, f, n in zip(each, found, counts, strict=True) if f)
             if best is None or step < best.step_time_s:
-                best = Mixed("uneven stages of a pipeline", step, parts, alone)
+                best = Mixed("uneven stages of a pipeline", step, parts, min(alone))
         if times[0] > times[1]:
             high = blocks - 1
         else:
             low = blocks + 1
     return best
+
+
+def _balanced(layers: int, counts: tuple[int, int], times: list[float], low: int, high: int) -> int:
+    """Blocks of the first kind with which both take as long, if each block takes as long as those of `counts` did."""
+    first, other = (seconds / count for seconds, count in zip(times, counts, strict=True))
+    if not math.isfinite(first + other):
+        return (low + high) // 2
+    return min(high, max(low, round(layers * other / (first + other))))
