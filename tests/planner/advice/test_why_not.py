@@ -47,7 +47,7 @@ def made() -> Survey:
         ("microbatches=4", "slower", "a step"),
         ("microbatch=3", "cannot be", "is not a multiple of microbatch=3"),
         ("zero=7", "cannot be", "is not a stage of ZeRO; 1, 2 or 3 would work"),
-        ("dp_replicate=16", "does not fit", "too much"),
+        ("dp_replicate=16", "does not fit", "too much; its largest part is"),
     ],
 )
 def test_every_layout_gets_an_answer(made: Survey, asked: str, verdict: str, text: str) -> None:

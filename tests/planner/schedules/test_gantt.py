@@ -5,9 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from weft.job import parse_job
+from weft.job.errors import JobError
+from weft.planner.plan import Plan
 from weft.planner.schedules.gantt import gantt_svg, gantt_text
 from weft.planner.schedules.registry import SCHEDULES, make_schedule
 from weft.planner.schedules.simulate import Costs, Span, Timeline, equal_costs, simulate
+from weft.planner.schedules.stage_costs import simulated
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -69,3 +73,13 @@ def test_an_axis_can_be_longer_than_the_line() -> None:
     assert 60 in ends
     nothing = replace(made, spans=(), length=0.0, bubble=0.0)
     assert ElementTree.fromstring(gantt_svg(nothing, "x")) is not None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "advice"), [(1, ""), (3, "; parallel.pp=3 would make one"), (8, "; parallel.pp=2 would make one")]
+)
+def test_a_plan_without_a_pipeline_is_refused_with_a_degree_that_divides_its_ranks(ranks: int, advice: str) -> None:
+    plan = Plan(device="cuda", device_name="h100-sxm", backend="nccl", dp_shard=ranks)
+    with pytest.raises(JobError) as refused:
+        simulated(parse_job({"model": "tiny"}), plan)
+    assert str(refused.value) == f"this plan has no pipeline to draw{advice}"

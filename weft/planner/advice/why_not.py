@@ -53,7 +53,7 @@ def why_not(made: Survey, text: str) -> dict[str, Any]:
         worst = max(parts, key=lambda name: float(np.ravel(parts[name])[0]))
         most = float(np.ravel(parts[worst])[0])
         because = f"its smallest form, {found.smallest.plan(0).layout()}, needs {gib(need)} GiB of {gib(limit)}: "
-        because += f"{gib(gib_difference(need, limit))} too much, {gib(most)} of it {worst}"
+        because += f"{gib(gib_difference(need, limit))} too much; its largest part is {worst}, {gib(most)}"
         return {**answer, "verdict": "does not fit", "peak_memory_gib": need, "because": because}
     if not made.fits:
         return {**answer, "verdict": "fits", "because": f"{found.layouts.plan(0).layout()} would fit"}

@@ -6,6 +6,7 @@ from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.planner.model.counts import part_costs
 from weft.planner.plan import Plan
+from weft.planner.rules.arithmetic import divisors
 from weft.planner.schedules.registry import make_schedule
 from weft.planner.schedules.simulate import Costs, Timeline, simulate
 
@@ -33,6 +34,7 @@ def stage_costs(job: Job, plan: Plan, unit: float = 1.0) -> Costs:
 def simulated(job: Job, plan: Plan, unit: float = 1.0) -> Timeline:
     """The time line of one step as the plan promises it."""
     if plan.pp == 1:
-        raise JobError("this plan has no pipeline to draw; parallel.pp=2 would make one")
+        options = [f"parallel.pp={degree} would make one" for degree in divisors(plan.world)[1:2]]
+        raise JobError("; ".join(["this plan has no pipeline to draw", *options]))
     schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)
     return simulate(schedule, stage_costs(job, plan, unit))
