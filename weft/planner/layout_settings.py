@@ -125,9 +125,8 @@ def choose_context_parallel(job: Job, plan: Plan, device: Device, reasons: list[
         in_node = max(1, plan.world // plan.nodes // plan.tp)
         link = device.link_gb_s if plan.cp <= in_node else min(device.link_gb_s, _network(job).gb_s)
         flops = (device.tflops_of(plan.precision) or 1.0) * 1e12
-        width = 4 if plan.precision == "fp32" else 2
         tokens = job.data.seq_len / plan.cp
-        style, group, why = choose_style(plan.cp, in_node, heads, kv, tokens, width, flops, link * 1e9)
+        style, group, why = choose_style(plan.cp, in_node, heads, kv, tokens, plan.compute_bytes, flops, link * 1e9)
         reasons.append(f"cp by {style}: {why}")
     else:
         group = rings(style, plan.cp, heads, kv)[1]

@@ -18,7 +18,6 @@ from weft.planner.model.reference_rate import peak_flops
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
 from weft.planner.time.compute import MEMORY_SHARE
-from weft.planner.time.traffic import compute_bytes
 
 LAUNCH_US = 12.0
 """Time of the host for one operator in the forward or backward pass."""
@@ -52,7 +51,7 @@ def predict_module(job: Job, plan: Plan, facts: ModuleFacts) -> dict[str, float]
     trained = sum(prod(shape) for shape in facts.trained) / parts
     weights = trained + facts.frozen / parts
     shards = plan.dp_shard * plan.cp if plan.dp_shard > 1 else 1
-    low = compute_bytes(plan)
+    low = plan.compute_bytes
     optimizer = sum(_state_bytes(job, shape, parts * shards) for shape in facts.trained)
     average = FP32_BYTES * trained / shards if job.train.ema else 0.0
     states = FP32_BYTES * (weights + trained) / shards + optimizer + average

@@ -116,6 +116,11 @@ class Plan:
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
+    def compute_bytes(self) -> int:
+        """Bytes of an element of weights and activations while they compute."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
     def dp(self) -> int:
         """Ranks that read different samples."""
         return self.dp_replicate * self.dp_shard

@@ -129,7 +129,7 @@ def with_copies(job: Job, plan: Plan, facts: ClusterFacts) -> Plan:
     inner, outer = facts.levels[0], facts.levels[-1]
     link = (inner if plan.ep <= inner.size else outer).gb_s * 1e9
     flops = EXPERT_EFFICIENCY * (facts.peak_tflops.get(plan.precision) or CORE_TFLOPS) * 1e12
-    size = 4 if plan.precision == "fp32" else 2
+    size = plan.compute_bytes
     products = (3 if job.model.gated else 2) * (e.ffn or 1)
     price = 2 * products * size / link / (6 * products / flops + 4 * size / link)
     room = min(job.parallel.ep_copies, e.count - e.count // plan.ep)  # experts of all other ranks

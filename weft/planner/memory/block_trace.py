@@ -49,7 +49,7 @@ def block_bytes(m: Model, z: Sizes, mix: Mixture | None = None) -> BlockBytes:
     kept, forward = tape.live - x, tape.peak - x
     whole, decoded = kept, 0.0 * x
     if z.coded:
-        largest, _ = tape.encode(x, z.c)
+        largest = tape.encode(x, z.c)
         working = np.minimum(forward, 3 * largest * z.c + 2 * x)  # other tensors are freed as the forward pass goes on
         kept = tape.live - x * CODED_BYTES / z.c
         forward, decoded = kept + working + encoding(largest), 2 * largest * z.c

@@ -26,8 +26,8 @@ from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts, distin
 
 TRACED_AT_ONCE = 8192
 """Layouts traced at once: their arrays stay in the cache."""
-MIN_TRACED_APART = 2048
-"""Larger groups of layouts are traced in parts that need fewer operations."""
+Flags = dict[str, Any]
+"""What is the same for all layouts of a group."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class EngineMemory:
 
     def peak(self, layouts: Layouts) -> Size:
         """Bytes of the fullest rank. Layouts that were asked for before are looked up."""
-        key, first, position = np.unique(hashed(*_memory_columns(layouts)), return_index=True, return_inverse=True)
+        key, first, position = _unique(hashed(*_memory_columns(layouts)))
         keys, peaks = self._known_peaks
         known = np.isin(key, keys)
         if not known.all():
@@ -116,8 +116,8 @@ class EngineMemory:
 
     def _one(self, layouts: Layouts, place: Place) -> LayoutGroup:
         rank, units = self._ranks(layouts, place)
-        ((_, flags, _),) = self._groups(rank)[1]
-        return LayoutGroup(self.tables, rank, flags, units)
+        ((_, flags, ((_, regime),)),) = self._groups(rank)[1]
+        return LayoutGroup(self.tables, rank, flags | regime, units)
 
     def least(self, layouts: Layouts) -> Size:
         """Bytes that the fullest rank has at least, however the model is split into stages."""
@@ -181,60 +181,90 @@ class EngineMemory:
         ranks = ranks.take(order)
 
         for group, flags, chunks in groups:
-            inner = least and flags["piped"]
-            own = LayoutGroup(self.tables, ranks.take(group), flags, units, inner)
+            own = LayoutGroup(self.tables, ranks.take(group), flags, units, least)
             shared = own.shared()
-            for chunk in chunks:
+            for chunk, regime in chunks:
                 inside = slice(chunk.start - group.start, chunk.stop - group.start)
-                walk = (own.take(inside) if len(chunks) > 1 else own).trace(detail, shared, inside)
+                walk = own.take(inside, flags | regime).trace(detail, shared, inside)
                 out["total"][order[chunk]] = walk.peak
                 for part, held in walk.at_peak.items():
                     out[part][order[chunk]] = held
 
         return out
 
-    def _groups(self, ranks: Rank) -> tuple[Any, list[tuple[slice, dict[str, Any], list[slice]]]]:
-        """An order of the layouts; the slices of it in which all flags are the same, the flags, and the chunks of each
-        slice that are traced together."""
+    def _groups(self, ranks: Rank) -> tuple[Any, list[tuple[slice, Flags, list[tuple[slice, Flags]]]]]:
+        """An order of the layouts; the slices of it whose flags of sizes are the same; and the chunks of each slice
+        that are traced together, with their flags of the step."""
         layouts = ranks.layouts
         fp32 = layouts.precision == 0
         sharded = layouts.dp_shard > 1
         piped = layouts.pp > 1
         several = layouts.accumulation > 1
         splits = SPLITS[layouts.schedule] & piped
+        partly = layouts.recompute_blocks >= 0
         alone = ~fp32 & (layouts.dp * layouts.cp * layouts.pp * layouts.accumulation == 1)
         again = several & fp32
         replicas = layouts.dp_replicate * layouts.cp > 1
         single = fp32 & (layouts.dp_replicate == 1)
         retain = np.where(sharded, ~(again & (layouts.zero == 1)), ~again & single)
-        columns: dict[str, Any] = {
-            "fp32": fp32, "tp": layouts.tp > 1, "sequence": layouts.sequence, "zero": layouts.zero * sharded,
-            "piped": piped, "splits": splits, "split_passes": splits & ~_recomputes_all(layouts), "ep": layouts.ep > 1,
-            "alone": alone, "buckets": ~sharded & (replicas | ~fp32) & ~alone, "retain": retain,
-            "compiled": self.compiled(layouts), "long": self.is_long(layouts), "steady": ranks.steady & several,
+        sizes: Flags = {
+            "fp32": fp32, "tp": layouts.tp > 1, "sequence": layouts.sequence, "sharded": sharded,
+            "ep": layouts.ep > 1, "alone": alone, "buckets": ~sharded & (replicas | ~fp32) & ~alone, "retain": retain,
+            "compiled": self.compiled(layouts), "long": self.is_long(layouts),
         }  # fmt: skip
-        key = np.zeros(len(layouts), np.int64)
-        for column in columns.values():
-            key = key * 4 + column
-        # in large groups, layouts of as many units and passes are traced together
-        alike = layouts.recompute * 2 + (layouts.recompute_blocks >= 0)
-        _, rank = distinct(key, alike, layouts.pp)  # numbered in ascending order
+        step: Flags = {
+            "piped": piped, "zero": _step_stage(layouts),
+            "split_passes": splits & ((layouts.recompute == 0) | partly), "partly": partly,
+            "several": several, "steady": ranks.steady & several,
+        }  # fmt: skip
+        outer, key = (_digits(len(layouts), columns) for columns in (sizes, step))
+        _, rank = distinct(outer, key)  # numbered in ascending order
         order = np.argsort(rank.astype(np.uint16) if rank.max(initial=0) < 1 << 16 else rank, kind="stable")
+        outer, key = outer[order], key[order]
+
+        def flags(columns: Flags, at: int) -> Flags:
+            return {name: column[order[at]].item() for name, column in columns.items()}
+
         groups = []
-        for start, stop in pairwise(_edges(key[order])):
-            flags = {name: column[order[start]].item() for name, column in columns.items()}
-            inner = _edges(alike[order[start:stop]]) if stop - start > MIN_TRACED_APART else [0, stop - start]
+        for start, stop in pairwise(_edges(outer)):
             chunks = [
-                slice(i, min(i + TRACED_AT_ONCE, start + b))
-                for a, b in pairwise(inner)
+                (slice(i, min(i + TRACED_AT_ONCE, start + b)), flags(step, i))
+                for a, b in pairwise(_edges(key[start:stop]))
                 for i in range(start + a, start + b, TRACED_AT_ONCE)
             ]
-            groups.append((slice(start, stop), flags, chunks))
+            groups.append((slice(start, stop), flags(sizes, start), chunks))
         return order, groups
 
     def is_long(self, layouts: Layouts) -> Size:
         """Which layouts run blocks in chunks of tokens, or with their inputs offloaded to the host."""
         return (chunk_tokens(self.job, layouts) > 0) | (layouts.offload == OFFLOADS.index("activations"))
+
+
+def _unique(key: Any) -> tuple[Any, Any, Any]:
+    """The different keys in ascending order, an index of each, and the position of every key; much faster than
+    np.unique, whose indices are the first."""
+    order = np.argsort(key)
+    ordered = key[order]
+    new = np.ones(len(key), np.bool_)
+    new[1:] = ordered[1:] != ordered[:-1]
+    position = np.empty(len(key), np.int64)
+    position[order] = np.cumsum(new) - 1
+    return ordered[new], order[new], position
+
+
+def _step_stage(layouts: Layouts) -> Size:
+    """The ZeRO stage whose step is the same: a split backward reduces whole gradients under every stage, and one
+    microbatch reduces each of them once."""
+    stage = np.where((layouts.accumulation == 1) & (layouts.zero == 1), 2, layouts.zero)
+    return np.where(SPLITS[layouts.schedule] & (layouts.pp > 1), 1, stage) * (layouts.dp_shard > 1)
+
+
+def _digits(size: int, columns: Flags) -> Any:
+    """A number for each combination of flags, each from 0 to 3."""
+    key = np.zeros(size, np.int64)
+    for column in columns.values():
+        key = key * 4 + column
+    return key
 
 
 def _edges(values: Any) -> list[int]:
@@ -248,8 +278,9 @@ def _recomputes_all(layouts: Layouts) -> Size:
 
 def _memory_columns(layouts: Layouts) -> tuple[Any, ...]:
     """Equal for layouts whose memory is the same: styles of cp do not matter."""
+    stage = np.where(layouts.precision == 0, layouts.zero, _step_stage(layouts))  # fp32 blocks keep more under ZeRO 1
     return (
-        layouts.dp_replicate > 1, layouts.dp_shard, layouts.zero, layouts.tp, layouts.sequence, layouts.cp, layouts.pp,
+        layouts.dp_replicate > 1, layouts.dp_shard, stage, layouts.tp, layouts.sequence, layouts.cp, layouts.pp,
         layouts.virtual_stages, layouts.schedule, layouts.ep, layouts.microbatch, layouts.accumulation,
         layouts.recompute, layouts.recompute_blocks, layouts.offload, layouts.precision, layouts.compression,
     )  # fmt: skip

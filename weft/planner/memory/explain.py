@@ -58,7 +58,7 @@ def _terms(job: Job, plan: Plan, memory: EngineMemory, index: int) -> dict[str, 
         f"{facts['blocks']:.0f} blocks × {facts['kept'] / GIB:.3f} GiB kept ({tokens:,.0f} tokens, {stored}recompute "
     )
     flight = f" × {facts['in_flight']:g} microbatches in flight" if plan.pp > 1 else ""
-    width = 4 if plan.precision == "fp32" else 2
+    width = plan.compute_bytes
     stay = f" + {here} × {width} B (gathered for the step)" if shards > 1 and memory.keeps_gathered(layouts) else ""
     moved = {
         "weights of the blocks being gathered": shards > 1, "gradients being reduced": shards > 1,

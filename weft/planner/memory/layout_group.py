@@ -50,26 +50,28 @@ class LayoutGroup:
     """A rank of layouts with the same flags."""
 
     def __init__(
-        self, tables: PassTables, rank: Rank, flags: dict[str, Any], units: dict[str, UnitSizes], inner: bool = False
+        self, tables: PassTables, rank: Rank, flags: dict[str, Any], units: dict[str, UnitSizes], least: bool = False
     ):
         self.tables, self.job, self.plan = tables, tables.job, tables.plan
         self.rank, self.layouts, self.flags, self.units = rank, rank.layouts, flags, units
         self.compute_bytes = FP32_BYTES if flags["fp32"] else 2
         at, layouts = rank.at, rank.layouts
-        self.begins = (at == 0) * (0.0 if inner else 1.0)
-        ends = (at == np.where(layouts.back_and_forth, 0, layouts.pp - 1)) if flags["piped"] else at == 0
-        self.ends = ends * (0.0 if inner else 1.0)
-        """`begins` and `ends` are 1 on ranks with the embedding and with the head, else 0; `inner` ranks have none."""
-        self.tied = self.ends * (bool(self.job.model.tied) and not flags["piped"])
+        piped, tied = layouts.pp > 1, bool(self.job.model.tied)
+        outer = 1.0 - (piped & least)
+        self.begins = (at == 0) * outer
+        self.ends = (at == np.where(layouts.back_and_forth, 0, layouts.pp - 1)) * outer
+        """`begins` and `ends` are 1 on ranks with the embedding and with the head, else 0; the `least` that a rank of a
+        pipeline holds is neither."""
+        self.tied = self.ends * (tied & ~piped)
         """1 where the head is the embedding; pipeline stages have a copy each."""
-        self.twin = self.begins * self.ends * (bool(self.job.model.tied) and flags["piped"])
+        self.twin = self.begins * self.ends * (tied & piped)
         """1 where the rank has both copies: the optimizer updates the embedding only."""
 
-    def take(self, chosen: Any) -> LayoutGroup:
-        """The same for some of the layouts."""
+    def take(self, chosen: Any, flags: dict[str, Any]) -> LayoutGroup:
+        """The same for some of the layouts, with their flags."""
         part = copy(self)
         part.__dict__ = {name: value for name, value in part.__dict__.items() if name not in ("unit_here", "outside")}
-        part.rank = self.rank.take(chosen)
+        part.rank, part.flags = self.rank.take(chosen), flags
         part.layouts = part.rank.layouts
         part.begins, part.ends, part.tied, part.twin = (
             x[chosen] for x in (self.begins, self.ends, self.tied, self.twin)
@@ -85,14 +87,13 @@ class LayoutGroup:
         layouts, flags, rank = self.layouts, self.flags, self.rank
         states = shared.states_of(chosen)
         regime = Regime(
-            sharded=flags["zero"] > 0, zero=flags["zero"], splits=flags["splits"], split_passes=flags["split_passes"],
-            gathers_again=flags["zero"] == 3 and not flags["splits"], buckets=flags["buckets"],
-            steady=flags["steady"],
+            zero=flags["zero"], split_passes=flags["split_passes"], buckets=flags["buckets"],
+            several=flags["several"], steady=flags["steady"],
             compute_bytes=self.compute_bytes, copies_reduced=self.plan.backend == "gloo",
             gradients_leave=self.plan.gradient_home != "device",
             updates=states["block update"] if self.plan.gradient_home == "released" else None,
         )  # fmt: skip
-        passes = Passes.from_table(shared.passes, shared.columns[chosen], layouts.recompute)
+        passes = Passes.from_table(shared.passes, shared.columns[chosen], layouts.recompute, flags["partly"])
         stage = self.stage(passes, states)
         between = {part: states[part] for part in ("parameters", "optimizer", "communication")}
         runtime = RUNTIME_BYTES[self.plan.device] + (WORKSPACE_BYTES if flags["compiled"] else 0.0)
@@ -150,9 +151,9 @@ class LayoutGroup:
         )
         return sizes + u["head"].times(self.twin).without_states() if self.twin.any() else sizes
 
-    def _distinct(self) -> tuple[dict[str, Size], Size]:
-        """Bytes that last from step to step, and elements of units, of each way in which layouts differ in them; and
-        the way of each layout.
+    def _distinct(self) -> tuple[tuple[str, ...], Any, Size]:
+        """Names and rows of bytes that last from step to step and of elements of units, with a column for each way in
+        which layouts differ in them; and the way of each layout.
 
         `update` are the bytes of temporary tensors after the last pass: of the optimizer, or of gradients that are
         summed over tp and sent together (parallel/spread_model.py).
@@ -160,10 +161,10 @@ class LayoutGroup:
         rank, layouts = self.rank, self.layouts
         first, where = distinct(
             rank.position, rank.counts.blocks, rank.counts.dense, self.begins, self.ends, layouts.offload,
-            layouts.compression, layouts.dp * layouts.cp > 1,
+            layouts.compression, layouts.dp * layouts.cp > 1, layouts.pp > 1,
         )  # fmt: skip
-        states = self.take(first)._distinct_states()
-        return {name: size + np.zeros(len(first)) for name, size in states.items()}, where
+        states = self.take(first, self.flags)._distinct_states()
+        return tuple(states), np.stack([np.broadcast_to(size, len(first)) for size in states.values()]), where
 
     def _distinct_states(self) -> dict[str, Size]:
         job, layouts, held = self.job, self.layouts, self.held()
@@ -201,7 +202,7 @@ class LayoutGroup:
         u = self.unit_here
         kinds = {"dense": u["column" if job.model.is_stack else "dense"], "root": self.outside}
         if job.model.first_blocks is not None:
-            apart = self.flags["ep"] and self.flags["zero"] > 0
+            apart = self.flags["ep"] and self.flags["sharded"]
             kinds |= {"routed": u["routed"] if apart else u["routed"] + u["experts"]}
             kinds |= {"experts": u["experts"]} if apart else {}
         return out | {
@@ -229,7 +230,7 @@ class LayoutGroup:
 
     def block_weights(self, held: UnitSizes) -> BlockWeights:
         """Bytes of the weights of all blocks and of the largest one, with fp32 master weights that are copies."""
-        if self.flags["zero"] > 0:
+        if self.flags["sharded"]:
             return BlockWeights(0.0, 0.0)
         masters = 0 if self.flags["fp32"] or self.plan.split_master else FP32_BYTES
 
@@ -246,7 +247,7 @@ class LayoutGroup:
 
     def states(self, held: UnitSizes) -> dict[str, Size]:
         """Bytes that a rank keeps between steps: exact, to the padding of shards."""
-        sharded, fp32 = self.flags["zero"] > 0, self.flags["fp32"]
+        sharded, fp32 = self.flags["sharded"], self.flags["fp32"]
         if sharded:
             gradients = FP32_BYTES * held.trained_padded
         elif self.flags["alone"]:
@@ -264,19 +265,22 @@ class LayoutGroup:
     def stage(self, passes: Passes, states: dict[str, Size]) -> Stage:
         """The units of the rank."""
         layouts, flags, (blocks, dense, again, again_waiting) = self.layouts, self.flags, self.rank.counts
-        recomputes, partly = layouts.recompute > 0, layouts.recompute_blocks >= 0
-        again, again_waiting = (recomputes * (blocks + partly * (each - blocks)) for each in (again, again_waiting))
+        again, again_waiting = ((layouts.recompute > 0) * each for each in (again, again_waiting))
         apart = _unit(states, "experts", self.compute_bytes, NO_PASSES) if "experts gathered" in states else None
         parts: list[tuple[Unit, Size]] = []
         waits_more: Size = 0.0
         for kind, modes, count in (("dense", passes.dense, dense), ("routed", passes.routed, blocks - dense)):
             if modes is None:
                 continue
+            experts = apart if kind == "routed" else None
+            chosen = _unit(states, kind, self.compute_bytes, modes[0], experts)
+            if not flags["partly"]:
+                parts.append((chosen, count))
+                continue
             # the first of a stage (memory/recompute.py); with experts, dense blocks are the first
             recomputed = np.minimum(np.maximum(again - (dense if kind == "routed" else 0), 0), count)
-            one = _unit(states, kind, self.compute_bytes, modes[0], apart if kind == "routed" else None)
-            chosen = replace(one, passes=modes[1], recomputed=True)
-            parts += [(chosen, recomputed), (one, count - recomputed)]
+            one = replace(chosen, passes=modes[1])
+            parts += [(replace(chosen, recomputed=True), recomputed), (one, count - recomputed)]
             waits_more = (again - again_waiting) * (one.passes.kept - chosen.passes.kept)
         kinds = [(unit, count) for unit, count in parts if np.any(count > 0)]
         if np.any(layouts.offload == OFFLOADS.index("activations")):
@@ -326,7 +330,9 @@ def microbatches_by_schedule(layouts: Layouts, index: Size, *kinds: str) -> list
     """Microbatches, each over all blocks of pipeline rank `index`, by kind: held at once (`in_flight`), of these with
     gradients of weights still to be computed (`pending`), or held before their backward pass (`awaiting_backward`);
     and backward passes of the first stage during which a loss waits (`losses_wait`)."""
-    out = [np.full(len(layouts), 0.0 if kind in ("pending", "losses_wait") else 1.0) for kind in kinds]
+    first, position = distinct(layouts.schedule, layouts.pp, layouts.virtual_stages, layouts.accumulation, index)
+    layouts, index = layouts.take(first), index[first]
+    out = [np.full(len(first), 0.0 if kind in ("pending", "losses_wait") else 1.0) for kind in kinds]
     for code, name in enumerate(SCHEDULE_NAMES):
         some = np.flatnonzero((layouts.schedule == code) & (layouts.pp > 1))
         if len(some):
@@ -334,7 +340,7 @@ def microbatches_by_schedule(layouts: Layouts, index: Size, *kinds: str) -> list
             given = layouts.pp[some], layouts.virtual_stages[some], index[some], count
             for held, kind in zip(out, kinds, strict=True):
                 held[some] = np.minimum((getattr(entry, kind) or entry.in_flight)(*given), count)
-    return out
+    return [held.take(position) for held in out]
 
 
 def chunk_tokens(job: Job, layouts: Layouts) -> Size:

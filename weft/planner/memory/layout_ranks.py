@@ -68,14 +68,15 @@ class BlockWeights:
 class SharedTables:
     """States and passes that many layouts of a group have in common."""
 
-    states: dict[str, Size]
+    names: tuple[str, ...]
+    states: Any
+    """[names, ways]"""
     ways: Size
-    """For each layout its entry in `states`."""
+    """For each layout its column in `states`."""
     passes: Any
     columns: Size
     """For each layout its column in `passes`."""
 
     def states_of(self, chosen: slice) -> dict[str, Size]:
         """The states of some of the layouts."""
-        ways = self.ways[chosen]
-        return {name: size.take(ways) for name, size in self.states.items()}
+        return dict(zip(self.names, self.states.take(self.ways[chosen], axis=1), strict=True))

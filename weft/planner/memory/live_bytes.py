@@ -53,18 +53,17 @@ class LiveBytes:
         else:
             self.flash(size)
 
-    def encode(self, x: Size, c: int) -> tuple[Size, Size]:
+    def encode(self, x: Size, c: int) -> Size:
         """Store what is held in fp8, except for small tensors. `x` are the bytes of a block's input, `c` those of an
-        element. Returns the elements of the largest tensor and of all that are stored."""
+        element. Returns the elements of the largest tensor that is stored."""
         largest: Size = 0.0
-        stored: Size = 0.0
         for name, size in self.held.items():
             elements = size / (FP32_BYTES if name in FP32_TENSORS else c)
             coded = (elements >= x / c / SMALL_ACTIVATIONS) & (name not in EXACT_TENSORS)
             self.held[name] = np.where(coded, elements * CODED_BYTES, size)
-            largest, stored = np.maximum(largest, elements * coded), stored + elements * coded
+            largest = np.maximum(largest, elements * coded)
         self.live = sum(self.held.values())
-        return largest, stored
+        return largest
 
 
 FP32_TENSORS = frozenset({"n_f", "n_y", "n2_f", "n2_y", "qn_f", "qn_y", "kn_f", "kn_y", "wide", "scores", "logits"})

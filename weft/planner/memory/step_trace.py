@@ -86,16 +86,14 @@ class Stage:
 class Regime:
     """What is the same for all layouts of one trace."""
 
-    sharded: bool
     zero: int
-    splits: bool
-    """The schedule computes gradients of weights separately."""
+    """0: nothing is sharded; 1 also where the schedule splits the backward pass, under every stage."""
     split_passes: bool
-    """They are, in some blocks; a recomputed one makes all its gradients in one pass."""
-    gathers_again: bool
-    """Weights are freed after each pass (ZeRO 3)."""
+    """Gradients of weights are computed separately; a recomputed block makes all its gradients in one pass."""
     buckets: bool
     """Gradients of replicas are in buckets from the start."""
+    several: bool
+    """There is more than one microbatch."""
     steady: bool
     """A pipeline with more microbatches than are in flight."""
     compute_bytes: int
@@ -107,6 +105,15 @@ class Regime:
     """Temporary bytes of the update of a block in the backward pass; None: there is none."""
 
     @property
+    def sharded(self) -> bool:
+        return self.zero > 0
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether weights are freed after each pass."""
+        return self.zero == 3
+
+    @property
     def weights(self) -> str:
         """The component of gathered weights: parameters where they stay for the whole step (ZeRO 1 and 2)."""
         return "communication" if self.gathers_again else "parameters"
@@ -114,12 +121,12 @@ class Regime:
     @property
     def in_place(self) -> bool:
         """Whether whole fp32 gradients wait for the last microbatch, and autograd adds to them in place."""
-        return self.sharded and self.compute_bytes == FP32_BYTES and (self.zero == 1 or self.splits)
+        return self.whole_gradients and self.compute_bytes == FP32_BYTES
 
     @property
     def whole_gradients(self) -> bool:
         """Whether gradients are reduced only after the last microbatch."""
-        return self.sharded and (self.zero == 1 or self.splits)
+        return self.zero == 1
 
 
 class StepTrace:
@@ -150,7 +157,6 @@ class StepTrace:
         backward passes with all gradients hold no other microbatch.
         """
         self.loss_waits = losses_wait > 0
-        several = accumulation > 1
         w, kept = self.w, self.s.kept - self.s.end.kept * (1 - loss_held)
         if self.r.sharded and not self.r.gathers_again and pipelined:
             self._gather_all()
@@ -158,8 +164,8 @@ class StepTrace:
         w.add(waiting * kept, "activations")
         delayed = np.maximum(pending * stages - 1, 0) * self.s.all_later if self.r.split_passes else 0.0
         w.add(delayed, "activations")
-        if not np.any(several):
-            self._pass(first=True, last=1.0)
+        if not self.r.several:
+            self._pass(first=True, last=True)
             return
         if self.r.steady:  # a later microbatch holds as much as the first, and the gradients
             w.add(self._accumulated(), "gradients")
@@ -167,8 +173,7 @@ class StepTrace:
                 self.reducing = self.s.root.elements * FP32_BYTES
                 w.add(self.reducing, "communication")
         else:
-            self._pass(first=True, last=0.0 if np.all(several) else (~several) * 1.0)
-        w.on = None if np.all(several) else several * 1.0
+            self._pass(first=True, last=False)
         self.loss_waits = losses_wait > 1
         if pipelined:
             fewer = 0.0 * waiting if self.r.steady else ~alone * np.minimum(waiting, 1.0 / stages)
@@ -177,13 +182,13 @@ class StepTrace:
                 w.add(alone * self.s.all_later, "activations")
                 delayed = delayed + alone * self.s.all_later
             w.add(sent * (accumulation - in_flight), "communication")
-            self._pass(first=False, last=0.0, finished=alone * (waiting * kept + delayed))
+            self._pass(first=False, last=False, finished=alone * (waiting * kept + delayed))
             w.free((waiting - fewer) * kept, "activations")
             w.free(delayed, "activations")
             w.add(sent * (in_flight - 1), "communication")
             if not self.r.whole_gradients:
                 return
-        self._pass(first=False, last=1.0)
+        self._pass(first=False, last=True)
 
     def _accumulated(self) -> Size:
         """Bytes of gradients after the first microbatch, beyond those of the replicas' buckets."""
@@ -199,7 +204,7 @@ class StepTrace:
                 self.w.add(part.gathered * count, self.r.weights)
         self.ready = True
 
-    def _pass(self, first: bool, last: Size, finished: Size = 0.0) -> None:
+    def _pass(self, first: bool, last: bool, finished: Size = 0.0) -> None:
         """Both passes of a microbatch; `finished` bytes of others are freed in between."""
         self._forward()
         self.w.free(finished, "activations")
@@ -245,7 +250,7 @@ class StepTrace:
         if self.r.gathers_again:
             w.free(unit.all_gathered, "communication")
 
-    def _backward(self, first: bool, last: Size) -> None:
+    def _backward(self, first: bool, last: bool) -> None:
         s, w, r = self.s, self.w, self.r
         if r.gathers_again:
             w.flash(2 * s.root.gathered, "communication")
@@ -273,7 +278,7 @@ class StepTrace:
             w.flash(s.tied_grad, "gradients")
             w.free(s.tied_grad, "gradients")
 
-    def _block_backward(self, unit: Unit, first: bool, last: Size, lowest: Size, final: Size) -> None:
+    def _block_backward(self, unit: Unit, first: bool, last: bool, lowest: Size, final: Size) -> None:
         w = self.w
         for part in unit.parts if self.r.gathers_again else ():
             w.settle()  # the prefetched unit may be larger
@@ -289,11 +294,11 @@ class StepTrace:
         else:
             self._block_gradients(unit, first, last)
 
-    def _weight_pass(self, unit: Unit, first: bool, last: Size, final: Size) -> None:
+    def _weight_pass(self, unit: Unit, first: bool, last: bool, final: Size) -> None:
         self.w.free(self.s.later, "activations")
         self._block_gradients(unit, first, last)
 
-    def _block_gradients(self, unit: Unit, first: bool, last: Size) -> None:
+    def _block_gradients(self, unit: Unit, first: bool, last: bool) -> None:
         """A block frees what it kept; experts that are a unit of their own are reduced before the rest of it."""
         inner = unit.passes.inner if unit.experts is not None else 0.0
         if unit.experts is not None:
@@ -302,7 +307,7 @@ class StepTrace:
         self.w.change(inner - unit.passes.kept, "activations")
         self._unit_gradients(unit, first, last)
 
-    def _finish(self, first: bool, last: Size) -> None:
+    def _finish(self, first: bool, last: bool) -> None:
         """Gradients of what is outside the blocks; then the microbatch is done."""
         s, w, r = self.s, self.w, self.r
         if r.in_place:
@@ -312,19 +317,19 @@ class StepTrace:
             w.change(s.root.gradient - s.head_grad, "gradients")
         self._unit_gradients(s.root, first, last, made=True)
         w.free(s.per_microbatch + s.received, "activations")
-        if r.sharded:
-            w.free(self.reducing * last, "communication")
-            self.reducing = self.reducing * (1 - last)
+        if r.sharded and last:
+            w.free(self.reducing, "communication")
+            self.reducing = 0.0
             if not r.gathers_again:
                 everything = sum(unit.all_gathered * count for unit, count in s.blocks) + s.root.gathered
-                w.free(everything * last, r.weights)
+                w.free(everything, r.weights)
 
     def _keep(self, made: Size, first: bool) -> None:
         """Gradients of an unsharded unit were made: they stay, or are added to those that exist."""
         if self.r.buckets or not first:
             self.w.free(made, "gradients")
 
-    def _unit_gradients(self, unit: Unit, first: bool, last: Size, made: bool = False) -> None:
+    def _unit_gradients(self, unit: Unit, first: bool, last: bool, made: bool = False) -> None:
         w, r = self.w, self.r
         full, shard = unit.elements * FP32_BYTES, unit.shard * FP32_BYTES
         if not r.sharded:
@@ -339,32 +344,33 @@ class StepTrace:
         if r.in_place:
             if first:
                 w.add(full, "gradients")
-            self._reduce(full, shard, unit, last, freed=full)
+            if last:
+                self._reduce(full, shard, unit, freed=full)
             return
         if not made:
             w.add(unit.gradient, "gradients")
         if r.whole_gradients:
+            if last:
+                self._reduce(full, shard, unit, freed=unit.gradient + (0.0 if first else full))
+                return
             if first:
-                w.add(full * (1 - last), "gradients")
-            w.free(unit.gradient * (1 - last), "gradients")
-            self._reduce(full, shard, unit, last, freed=unit.gradient + (0.0 if first else full))
+                w.add(full, "gradients")
+            w.free(unit.gradient, "gradients")
             return
         if r.gathers_again:
             w.free(unit.gathered, "communication")
-        self._reduce(full, shard, unit, 1.0, freed=unit.gradient, fresh=first)
+        self._reduce(full, shard, unit, freed=unit.gradient, fresh=first)
 
-    def _reduce(self, full: Size, shard: Size, unit: Unit, now: Size, freed: Size, fresh: bool = True) -> None:
-        """Reduce-scatter a unit's gradients where `now` is 1: copied to a buffer, then added to the shard's."""
+    def _reduce(self, full: Size, shard: Size, unit: Unit, freed: Size, fresh: bool = True) -> None:
+        """Reduce-scatter a unit's gradients: copied to a buffer, then added to the shard's."""
         w = self.w
-        if not np.any(now):
-            return
-        w.free(self.reducing * now, "communication")
-        self.reducing = self.reducing + (w.chosen(full, self.reducing) - self.reducing) * now
-        w.add(full * now, "communication")
-        w.free(freed * now, "gradients")
+        w.free(self.reducing, "communication")
+        self.reducing = w.chosen(full, self.reducing)
+        w.add(full, "communication")
+        w.free(freed, "gradients")
         copied = 1.0 if self.r.copies_reduced else unit.shard == unit.elements
-        w.flash((full + shard) * now * copied, "communication")
+        w.flash((full + shard) * copied, "communication")
         if fresh:
-            w.add(shard * now, "gradients")
+            w.add(shard, "gradients")
         else:
-            w.flash(shard * now, "gradients")
+            w.flash(shard, "gradients")

@@ -78,9 +78,8 @@ def may_fit(job: Job, plan: Plan, world: int, memory_gib: float) -> bool:
     counts = count_parameters(job.model)
     if counts is None or job.model.lora is not None:
         return True
-    width = 4 if plan.precision == "fp32" else 2
-    held = width + state_bytes_per_parameter(job, can_split(job, plan.precision, world))
-    held += 0 if can_release(job, plan.precision) else width
+    held = plan.compute_bytes + state_bytes_per_parameter(job, can_split(job, plan.precision, world))
+    held += 0 if can_release(job, plan.precision) else plan.compute_bytes
     space = memory_gib + _host_budget(job, world) + (_disk_budget(job, plan, world) if job.memory.disk else 0.0)
     return counts.total * held / world / GIB <= space
 
@@ -164,8 +163,7 @@ def fetched_weights(job: Job, plan: Plan, layouts: Layouts) -> Size:
     counts = count_parameters(job.model)
     if counts is None or not plan.weight_share:
         return 0.0 * layouts.tp
-    width = 4 if plan.precision == "fp32" else 2
-    return plan.weight_share * width * counts.total / (layouts.tp * layouts.pp)
+    return plan.weight_share * plan.compute_bytes * counts.total / (layouts.tp * layouts.pp)
 
 
 def state_bytes_per_parameter(job: Job, split: bool) -> float:

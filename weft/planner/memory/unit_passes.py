@@ -22,7 +22,7 @@ class Passes:
     """Bytes of every kind of unit for one microbatch."""
 
     dense: tuple[PassBytes, ...]
-    """In all recompute modes or, for layouts, without recompute and in the layout's mode."""
+    """In all recompute modes or, for layouts, in the layout's mode and, if some blocks are not, without recompute."""
     routed: tuple[PassBytes, ...] | None
     begin: PassBytes
     end: PassBytes
@@ -41,8 +41,9 @@ class Passes:
         return np.stack([np.broadcast_to(np.asarray(row, float), size) for row in rows])
 
     @classmethod
-    def from_table(cls, table: Any, columns: Any, recompute: Any) -> Passes:
-        """The passes of layouts, by their columns in such an array and the codes of their recompute modes."""
+    def from_table(cls, table: Any, columns: Any, recompute: Any, partly: bool) -> Passes:
+        """The passes of layouts, by their columns in such an array and the codes of their recompute modes; `partly`
+        where some blocks are not recomputed."""
 
         def part(row: int) -> PassBytes:
             return PassBytes(*table[row : row + 4].take(columns, axis=1))
@@ -51,15 +52,15 @@ class Passes:
         same, numbers = np.all(recompute == code), np.arange(4)[:, None]
         for row in range(0, len(table) - 12, 12):
             chosen = part(row + 4 * code) if same else PassBytes(*table[row + 4 * recompute + numbers, columns])
-            blocks.append((part(row), chosen))
+            blocks.append((chosen, part(row)) if partly else (chosen,))
         rest = table[-12:].take(columns, axis=1)
         return cls(
             blocks[0], blocks[1] if len(blocks) > 1 else None, PassBytes(*rest[:4]), PassBytes(*rest[4:8]), *rest[8:]
         )  # fmt: skip
 
 
-PASS_FLAGS = ("fp32", "tp", "sequence", "retain", "ep", "zero", "compiled", "long")
-"""Flags that the passes of units depend on; of ZeRO only whether there is any."""
+PASS_FLAGS = ("fp32", "tp", "sequence", "retain", "ep", "sharded", "compiled", "long")
+"""Flags that the passes of units depend on."""
 
 
 class PassTables:
@@ -73,14 +74,14 @@ class PassTables:
 
     def passes(self, layouts: Layouts, flags: dict[str, Any]) -> Passes:
         """The passes of all units for one microbatch of each layout."""
-        return Passes.from_table(*self.columns(layouts, flags), layouts.recompute)
+        return Passes.from_table(*self.columns(layouts, flags), layouts.recompute, flags["partly"])
 
     def columns(self, layouts: Layouts, flags: dict[str, Any]) -> tuple[Any, Any]:
         """The table of passes, and each layout's column in it."""
         key = ((layouts.microbatch * 2048 + layouts.tp) * 8192 + layouts.cp) * 2048 + layouts.ep
         first, position = distinct(layouts.microbatch, layouts.tp, layouts.cp, layouts.ep)
         wanted = key[first]
-        name = tuple(flags[flag] if flag != "zero" else flags[flag] > 0 for flag in PASS_FLAGS)
+        name = tuple(flags[flag] for flag in PASS_FLAGS)
         keys, table = self._known.get(name, (wanted[:0], None))
         at = np.asarray(np.searchsorted(keys, wanted))
         missing = first[wanted != np.append(keys, -1)[at]]
@@ -131,7 +132,7 @@ def _mixture(job: Job, layouts: Layouts, flags: dict[str, Any], guests: int) -> 
     return Mixture(
         experts=e, tokens=tokens, ffn=e.ffn or 0, own=e.count / layouts.ep, ep=flags["ep"],
         cut=flags["tp"] and not flags["sequence"], shared=e.shared_width / layouts.tp,
-        apart=flags["zero"] > 0 and flags["ep"], guests=guests,
+        apart=flags["sharded"] and flags["ep"], guests=guests,
     )  # fmt: skip
 
 

@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from weft.planner.plan import Plan
-
-
-@dataclass(frozen=True)
-class TensorShares:
-    """What a rank sends and receives in an all-reduce, as multiples of the tensor."""
-
-    sent: float
-    received: float
 
 
 def by_messages(allreduce: str) -> bool:
@@ -20,20 +10,20 @@ def by_messages(allreduce: str) -> bool:
     return allreduce not in ("auto", "native")
 
 
-def sent_of(allreduce: str, ranks: int, rank: int, near: int = 1) -> TensorShares:
-    """Of one of the ranks; `near` of them are on a node (hierarchical)."""
+def sent_of(allreduce: str, ranks: int, rank: int, near: int = 1) -> float:
+    """What one of the ranks sends in an all-reduce, and receives, as a multiple of the tensor; `near` of the ranks are
+    on a node (hierarchical)."""
     if allreduce == "ring":
-        return TensorShares(2 * (ranks - 1) / ranks, 2 * (ranks - 1) / ranks)
+        return 2 * (ranks - 1) / ranks
     if allreduce == "tree":
         distances = [1 << i for i in range((ranks - 1).bit_length())]
         children = sum(1 for d in distances if rank % (2 * d) == 0 and rank + d < ranks)
-        return TensorShares(children + (rank > 0), children + (rank > 0))
+        return children + (rank > 0)
     near = max(1, min(near, ranks))
     core = ranks // near * near
     if rank >= core:
-        return TensorShares(1, 1)
-    both = 2 * (core - 1) / core + (rank + core < ranks)
-    return TensorShares(both, both)
+        return 1
+    return 2 * (core - 1) / core + (rank + core < ranks)
 
 
 def ranks_on_node(plan: Plan) -> int:

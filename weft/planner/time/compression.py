@@ -90,7 +90,7 @@ def replica_bytes(plan: Plan, shards: Iterable[ParamShard], ranks: int, rank: in
             shard.whole * per_number(setting) if is_compressed(plan, shard.weight) else _aligned(shard.whole)
             for shard in shards
         )
-        return Counter({"send": round(times.sent * size), "recv": round(times.received * size)})
+        return Counter({"send": round(times * size), "recv": round(times * size)})
     for shard in shards:
         if not is_compressed(plan, shard.weight):
             out["all_reduce"] += _aligned(shard.whole)

@@ -23,7 +23,7 @@ def expert_bytes(job: Job, plan: Plan, stage: int, out: dict[str, Counter[str]])
     blocks = max(0, end - max(first, e.first_dense))
     again = plan.recompute == "full"
     passes = plan.accumulation * blocks * (2 if again else 1)  # forward
-    size = (4 if plan.precision == "fp32" else 2) * (job.model.dim or 0)
+    size = plan.compute_bytes * (job.model.dim or 0)
     seq = -(-job.data.seq_len // (plan.cp * plan.tp))
     tokens = plan.microbatch * seq
     if plan.ep > 1:

@@ -43,11 +43,6 @@ Traffic = dict[str, dict[str, int]]
 """Bytes by axis and by collective."""
 
 
-def compute_bytes(plan: Plan) -> int:
-    """Bytes of an element of weights and activations while they compute."""
-    return FP32_BYTES if plan.precision == "fp32" else 2
-
-
 def gradients_stay_low_precision(plan: Plan) -> bool:
     """Whether gradients stay in the compute dtype, where the backward pass left them: nothing is summed."""
     return plan.precision != "fp32" and plan.dp == plan.cp == plan.pp == plan.accumulation == 1
@@ -101,7 +96,7 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
     _optimizer_traffic(job, plan, chain.from_iterable(shards_of_stages.values()), out)
     if plan.cp > 1:
         seen = plan.microbatch * plan.accumulation * job.data.seq_len
-        sent = context_bytes(job.model, plan, seen, compute_bytes(plan), coords["cp"] // plan.cp_group)
+        sent = context_bytes(job.model, plan, seen, plan.compute_bytes, coords["cp"] // plan.cp_group)
         whole = {"all_to_all": plan.cp_group / max(1, plan.cp_group - 1)}  # with what a rank keeps of its own
         for kind, amount in sent.items():
             out["cp"][kind] += round(amount * whole.get(kind, 1))
@@ -124,7 +119,7 @@ def _shards(
     """FSDP2's: weights are gathered in the compute dtype, gradients summed and cut in fp32, copies' once a step."""
     gathers = 2 * plan.accumulation if plan.zero == 3 and not held else 1
     scatters = 1 if plan.zero == 1 or held else plan.accumulation
-    cut, across = shard_bytes(plan, shards, ways, (gathers, scatters), compute_bytes(plan), at)
+    cut, across = shard_bytes(plan, shards, ways, (gathers, scatters), plan.compute_bytes, at)
     out.update(cut)
     replicas.update(across)
 
@@ -134,7 +129,7 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
     model, times = job.model, plan.accumulation
     first, end, begins, ends = stage_range(model, plan, stage)
     blocks = end - first
-    one = plan.microbatch * job.data.seq_len // plan.cp * (model.dim or 0) * compute_bytes(plan)
+    one = plan.microbatch * job.data.seq_len // plan.cp * (model.dim or 0) * plan.compute_bytes
     e = model.experts
     dense = blocks if e is None else max(0, min(end, e.first_dense) - first)
     unrouted = blocks if e is None or e.shared else dense
@@ -171,14 +166,14 @@ def _mlp_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
     rows = sum(1 for i in range(first, end) if i < 2 * pairs and i % 2 == 1)
     columns = sum(1 for i in range(first, end) if i < 2 * pairs and i % 2 == 0 and not (begins and i == 0))
     tp["all_reduce"] += (
-        plan.accumulation * (rows + columns) * plan.microbatch * (job.model.dim or 0) * compute_bytes(plan)
+        plan.accumulation * (rows + columns) * plan.microbatch * (job.model.dim or 0) * plan.compute_bytes
     )
 
 
 def _messages(job: Job, plan: Plan, schedule: Schedule, stage: int, here: int, pp: Counter[str]) -> None:
     seq = 1 if job.model.is_stack else job.data.seq_len // plan.cp // (plan.tp if plan.sequence else 1)
     seq *= 2 if job.model.is_encoder_decoder else 1
-    one = plan.accumulation * plan.microbatch * seq * (job.model.dim or 0) * compute_bytes(plan)
+    one = plan.accumulation * plan.microbatch * seq * (job.model.dim or 0) * plan.compute_bytes
     for other in (stage - 1, stage + 1):
         if 0 <= other < schedule.stages and schedule.rank_of[other] != here:
             pp["send"] += one
@@ -274,7 +269,7 @@ def _approximate(job: Job, plan: Plan) -> dict[str, float]:
     if counts is None:
         return {}
     parameters = counts.total / plan.tp / plan.pp
-    compute = compute_bytes(plan)
+    compute = plan.compute_bytes
     out: dict[str, float] = {}
     if plan.cp > 1:
         share = plan.microbatch * plan.accumulation * job.data.seq_len
