@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ import torch
 from helpers import published_ranks
 from helpers.command import Output
 from helpers.command import weft as forked_command
+from helpers.published import CONFIGS, save_config
 
 import weft
 from weft.job.load import load_job
+from weft.launch.rank_pool import RankPool
 from weft.training.generate import Sampling, continue_texts, pick_token
 
 STORIES = Path(__file__).parents[2] / "recipes" / "stories260K"
@@ -112,6 +115,27 @@ def test_known_text_under_tensor_parallelism(world: Any, tmp_path: Path) -> None
         for _ in range(24):
             expected.append(int(model(torch.tensor([expected]))[0, -1].argmax()))
     assert ids == [expected, expected]
+
+
+def test_generation_by_several_processes(
+    command: Weft, pool: RankPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, in_process: Callable[..., Output]
+) -> None:
+    """The texts of one process, also of a model with one key and value head, and of sampled tokens."""
+    monkeypatch.setattr("weft.launch.generate.RankPool", lambda timeout_s: nullcontext(pool))
+    command("import", str(STORIES), "--name", "stories")
+    assert command("generate", "stories", *GREEDY, "--tp", "2").startswith(KNOWN)
+    config = CONFIGS["gemma3_text"]()
+    save_config(config, tmp_path / "small")
+    command("import", "small", "--name", "small")
+    refused = in_process(tmp_path, "generate", "small", "--prompt", "a")
+    assert refused.code == 2 and "token 97 of the prompt is not among the 53 of the model" in refused.err
+    config.vocab_size = 260
+    save_config(config, tmp_path / "gemma")
+    command("import", "gemma", "--name", "gemma")
+    sampled = ("--prompt", "a", "--prompt", "bc", "--tokens", "8", "--top-p", "0.9", "--json")
+    assert command("generate", "gemma", *sampled, "--tp", "2") == command("generate", "gemma", *sampled)
+    refused = in_process(tmp_path, "generate", "stories", "--tp", "3")
+    assert refused.code == 2 and "parallel.tp=3 does not divide model.heads=8" in refused.err
 
 
 def test_training_continues_from_an_imported_run(command: Weft, tmp_path: Path) -> None:

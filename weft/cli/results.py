@@ -38,6 +38,9 @@ def generate(
     beams: Annotated[
         int, typer.Option(min=1, max=1000, help="Beam search over so many texts at once, of an encoder-decoder (t5).")
     ] = 1,
+    tp: Annotated[
+        int, typer.Option(min=1, max=1024, help="Split the model over so many processes by tensor parallelism.")
+    ] = 1,
     chat: Annotated[
         bool,
         typer.Option(
@@ -71,6 +74,8 @@ def generate(
     own, found = load_job(str(folder.job)), newest(folder)
     job = saved_job(found, own, trust_module)
     sampling = Sampling(temperature, top_k, top_p, tuple(word for word in stop or () if word), seed)
+    if tp > 1 and (chat or beams > 1):
+        raise JobError(f"--tp continues texts; leave out --{'chat' if chat else 'beams'}, or --tp")
     if chat:
         from weft.training.chat import Chat
 
@@ -80,7 +85,12 @@ def generate(
         return _chat(talk, prompt, found.step, as_json)
     if system is not None or template is not None:
         raise JobError(f"--{'template' if system is None else 'system'} is for --chat; give both or leave it out")
-    pieces = generate_texts(found, job, prompts, tokens, sampling, ema, beams)
+    if tp > 1:
+        from weft.launch.generate import generate_split
+
+        pieces = generate_split(found, job, prompts, tokens, sampling, ema, tp)
+    else:
+        pieces = generate_texts(found, job, prompts, tokens, sampling, ema, beams)
     if as_json:
         texts = [""] * len(prompts)
         for i, piece in pieces:

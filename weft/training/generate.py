@@ -129,6 +129,11 @@ def continue_tokens(
     texts = []
     for i, prompt in enumerate(prompts):
         ids = prompt or [tokenizer.eos]
+        if max(ids) >= (rows := _embedded(model)):
+            raise JobError(
+                f"token {max(ids)} of the prompt is not among the {rows} of the model; its tokenizer has "
+                f"{tokenizer.vocab}: import the model with its tokenizer.json"
+            )
         texts.append(_Text(ids, tokenizer.decode(ids), torch.Generator().manual_seed((sampling.seed + i) % 2**63)))
     with NextLogits(model, window) as next_logits:
         for count in range(1, tokens + 1):
@@ -144,6 +149,12 @@ def continue_tokens(
                 last = text.done or count == tokens
                 if piece := text.show(tokenizer.decode(text.ids).removeprefix(text.prompt), sampling.stop, last):
                     yield i, piece
+
+
+def _embedded(model: nn.Module) -> int:
+    """Tokens that a model can read."""
+    found: int = getattr(getattr(model, "embed", None), "num_embeddings", 2**63)
+    return found
 
 
 class NextLogits:
