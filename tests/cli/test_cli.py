@@ -170,6 +170,10 @@ def test_files_of_a_run(run: RunDir) -> None:
             ("plan", "job.yaml", "train.steps"),
             "weft: 'train.steps' is not key=value; write for example train.steps=100",
         ),
+        (
+            ("plan", "mnist-cnn", "--why-not", "tp=2"),
+            "weft: --why-not is about layouts that are searched; those of a module",
+        ),
         (("plan", "job.yaml", "train.step=1"), "weft: train.step: unknown key; did you mean train.steps?"),
         (("plan", "job.yaml", "model.shape=llama-9b"), "weft: model.shape='llama-9b' is not known; did you mean "),
         (("prove", "job.yaml", "--layouts", "dd2"), "weft: 'dd2' is not a layout: cannot read 'dd2'; names: "),

@@ -42,7 +42,9 @@ SOURCES = {
 def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dict[str, Any]:
     """What `weft estimate JOB --json` prints."""
     if job.model.module:
-        raise JobError(f"model.module={job.model.module} cannot be estimated before it is built; use weft dryrun")
+        raise JobError(
+            f"model.module={job.model.module} cannot be estimated before it is built; use weft plan or dryrun"
+        )
     if plan.pp > 1 and not plan.split:
         plan = replace(plan, split=split_blocks(job, plan.pp * plan.virtual_stages, pairs=plan.tp > 1))
     device = device_of(job, plan)

@@ -151,6 +151,15 @@ def _fit_error(made: Survey) -> FitError:
 
 def _own_model(start: PlanStart, asked: PlanOptions) -> PlanOutput:
     """Output for a model of your own, which is built and traced to know its memory and time."""
+    searched = {
+        "--why-not": asked.why_not is not None, "--compare": bool(asked.compare), "--explain": bool(asked.explain),
+        "--history": asked.history is not None,
+    }  # fmt: skip
+    for option in (name for name, given in searched.items() if given):
+        raise JobError(
+            f"{option} is about layouts that are searched; those of a module ({start.job.model.module}) are not: "
+            f"weft plan without {option} shows its layout, memory and time"
+        )
     job, plan = complete_plan(start, *pick_layout(start)[:2])
     plan = with_module_prediction(job, plan)
     text = describe_plan(job, plan) + ("\n\n" + draw_schedule(job, plan) if asked.gantt else "")

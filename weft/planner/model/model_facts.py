@@ -13,6 +13,7 @@ import numpy as np
 
 from weft.job.schema import Job, Model
 from weft.job.shapes import resolve
+from weft.planner.model.counts import count_trained
 
 Size = Any
 """A number, or an array of them."""
@@ -74,6 +75,8 @@ class ModelFacts:
     rope_dim: Size = 0
     frozen: Size = 0
     """1 where the base weights are not trained (adapters only)."""
+    adapters: Size = 0
+    """Weights that are trained where the others are frozen."""
     frozen_bytes: Size = 2.0
     """Bytes of a block's weight that is not trained: 2, or less where it is quantized."""
     kept_outputs: Size = 0
@@ -179,11 +182,18 @@ class ModelFacts:
         return self.attention_weights + (1 - share) * (self.gates + 1) * self.dim * self.ffn + share * routed
 
     def flops_per_token(self, causal_once: bool = True) -> Size:
-        """Training FLOPs a token, forward and backward; by default causal attention is counted once."""
+        """Training FLOPs a token, forward and backward; by default causal attention is counted once. Frozen weights
+        get no gradient."""
         seen = np.where(np.asarray(self.causal) > 0, 0.5, 1.0) if causal_once else 1.0
         seen = np.where(np.asarray(self.cross_share) > 0, 1 + 0.5 * np.asarray(self.cross_share), seen)
         attention = 6.0 * self.heads * (2 * self.head_dim + self.rope_dim) * self.seq_len * seen
-        return 6.0 * (self.layers * self.active_block + self.head_weights * self.head_share) + self.layers * attention
+        products = self.layers * self.active_block + self.head_weights * self.head_share
+        return 2.0 * self.passes * products + 6.0 * self.adapters + self.layers * attention
+
+    @property
+    def passes(self) -> Size:
+        """Products with a weight for each token: forward, its input's gradient and, if it is trained, its own."""
+        return np.where(np.asarray(self.frozen) > 0, 2.0, 3.0)
 
     @property
     def head_weights(self) -> Size:
@@ -229,7 +239,8 @@ def model_facts(job: Job) -> ModelFacts:
         block_norms=4 if model.norm_at == "both" else 2,
         embedding_rows=model.patch_dim + 1 + int(bool(model.class_token)) if vit else model.vocab,
         head_share=1 / job.data.seq_len if model.labels_samples else 1.0, **_encoder_ends(model),
-        head_low=int(job.fp8.head), frozen=int(model.lora is not None), **extra, **_latent(model),
+        head_low=int(job.fp8.head), frozen=int(model.lora is not None),
+        adapters=count_trained(model) if model.lora is not None else 0, **extra, **_latent(model),
     )  # fmt: skip
 
 

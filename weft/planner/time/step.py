@@ -115,7 +115,7 @@ class Estimates:
 
     @property
     def hfu(self) -> Size:
-        return self.mfu * (1 + self.terms.again / 3)
+        return self.mfu * (1 + self.terms.again / self.model.passes)
 
     def scaled(self, factor: Size) -> Estimates:
         """The same with step times multiplied by a factor."""
