@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import struct
 import sys
+import tarfile
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +35,12 @@ def contents(path: Path) -> list[str]:
     return [bytes(store.tokens[a : b - 1]).decode() for a, b in pairwise(docs)]
 
 
+def _members(i: int, text: str) -> list[tuple[str, bytes]]:
+    """The text of a sample of WebDataset, in one of two forms."""
+    plain = [("json", b'{"id": 1}'), ("txt", text.encode())]
+    return plain if i % 2 else [("json", json.dumps({"id": 1, "text": text}).encode())]
+
+
 def write(path: Path, texts: list[str]) -> None:
     lines = "".join(json.dumps({"id": 1, "text": t}) + "\n" for t in texts).encode()
     table = pyarrow.table({"id": [1] * len(texts), "text": texts})
@@ -44,6 +52,13 @@ def write(path: Path, texts: list[str]) -> None:
     elif path.suffix == ".feather":
         with pyarrow.ipc.new_file(path, table.schema) as file:
             file.write_table(table, max_chunksize=9)
+    elif ".tar" in path.name:
+        with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as shard:
+            for i, text in enumerate(texts):
+                for ending, content in (("jpg", b"\xff\xd8"), *_members(i, text)):
+                    member = tarfile.TarInfo(f"a.b/{i:03d}.{ending}")
+                    member.size = len(content)
+                    shard.addfile(member, io.BytesIO(content))
     elif path.suffix == ".zst":
         half = len(lines) // 2  # two frames, as of concatenated files
         path.write_bytes(b"".join(zstandard.compress(part) for part in (lines[:half], lines[half:])))
@@ -51,7 +66,7 @@ def write(path: Path, texts: list[str]) -> None:
         path.write_bytes(gzip.compress(lines))
 
 
-@pytest.mark.parametrize("ending", ["parquet", "arrow", "feather", "jsonl.zst", "jsonl.gz"])
+@pytest.mark.parametrize("ending", ["parquet", "arrow", "feather", "jsonl.zst", "jsonl.gz", "tar", "tar.gz"])
 def test_files_of_records(ending: str, tmp_path: Path) -> None:
     file = tmp_path / f"a.{ending}"
     write(file, TEXTS)
@@ -59,7 +74,7 @@ def test_files_of_records(ending: str, tmp_path: Path) -> None:
     assert contents(tmp_path / "store") == TEXTS
     with pytest.raises(JobError, match=r"row 1 has no field 'body' \(it has id, text\)|line 1 has no field"):
         build(file, tmp_path / "other", field="body")
-    file.write_bytes(file.read_bytes()[:-9])
+    file.write_bytes(file.read_bytes()[: -9 if ending != "tar" else 3 * 512 + 7])  # a tar file ends with zeros
     with pytest.raises(JobError, match=r"a\..* (cannot be read|is not JSON|line \d+ )"):
         build(file, tmp_path / "other")
     file.write_bytes(b"\x00\xffnothing")

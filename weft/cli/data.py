@@ -13,7 +13,8 @@ from weft.cli.common import AsJson, clean_up_on_interrupt, print_json
 
 def data_build(
     sources: Annotated[
-        list[str], typer.Argument(metavar="SOURCE...", help="Text, JSONL, parquet or arrow files, or folders.")
+        list[str],
+        typer.Argument(metavar="SOURCE...", help="Text, JSONL, parquet, arrow or WebDataset files, or folders."),
     ],
     out: Annotated[Path, typer.Option(help="Folder of the token store.")],
     tokenizer: Annotated[

@@ -1,4 +1,4 @@
-"""Records (objects with named fields) of JSONL, compressed JSONL, parquet and arrow files, one at a time.
+"""Records (objects with named fields) of JSONL, compressed JSONL, parquet, arrow and WebDataset files, one at a time.
 
 pyarrow and zstandard are optional (`pip install weft[data]`) and imported only where a file needs them.
 """
@@ -9,6 +9,7 @@ import gzip
 import importlib
 import io
 import json
+import tarfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,7 +54,7 @@ def _readable(path: str) -> Iterator[None]:
         yield
     except (JobError, MachineError, MemoryError, FileNotFoundError, PermissionError):
         raise
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zlib.error) as error:
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zlib.error, tarfile.TarError) as error:
         raise JobError(
             f"{path} cannot be read: {str(error).splitlines()[0][:200] if str(error) else error!r}"
         ) from None
@@ -134,6 +135,39 @@ def _arrow_groups(path: str) -> list[int]:
         return [batch.nbytes for batch in batches]
 
 
+def _tar_samples(path: str, first: int, end: int) -> Iterator[tuple[int, Record]]:
+    """Samples of a shard of WebDataset: members that follow one another with the same name up to its first dot.
+    NAME.txt is the field text, and NAME.json an object with fields; other members are skipped."""
+    number, before, record = 0, "", Record()
+    opening: Any = gzip.open if path.lower().endswith(".gz") else open
+    with opening(path, "rb") as opened, tarfile.open(fileobj=opened, mode="r:") as shard:
+        for member in shard:
+            folder, _, file = member.name.rpartition("/")
+            stem, _, ending = file.partition(".")
+            if not member.isreg() or not stem or ending.lower() not in ("txt", "text", "json"):
+                continue
+            if member.size > MAX_LINE_BYTES:
+                raise JobError(f"{path}: {member.name} has more than {MAX_LINE_BYTES >> 20} MiB")
+            if before and before != f"{folder}/{stem}":
+                number += 1
+                yield number, record
+                record = Record()
+            before, content = f"{folder}/{stem}", shard.extractfile(member)
+            data = b"" if content is None else content.read()
+            try:
+                record |= parse_record(data) if ending.lower() == "json" else {"text": data.decode("utf-8")}
+            except ValueError as error:
+                problem = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else error
+                raise JobError(f"{path}: {member.name} {problem}") from None
+        opened.seek(shard.offset)
+        if opened.read(512) != bytes(512):
+            raise JobError(f"{path} cannot be read: it ends before the end marker of a tar file")
+        while opened.read(1 << 20):  # a compressed file is checked by the sum at its end
+            pass
+    if before:
+        yield number + 1, record
+
+
 @dataclass(frozen=True)
 class RecordFormat:
     """A file format of records."""
@@ -152,6 +186,8 @@ RECORD_FORMATS: dict[str, RecordFormat] = {
     ".parquet": RecordFormat(_parquet_rows, _parquet_groups),
     ".arrow": RecordFormat(_arrow_rows, _arrow_groups),
     ".feather": RecordFormat(_arrow_rows, _arrow_groups),
+    ".tar": RecordFormat(_tar_samples),
+    ".tar.gz": RecordFormat(_tar_samples),
 }
 """By the end of a file's name."""
 
