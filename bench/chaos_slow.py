@@ -55,15 +55,15 @@ JOB = {
 
 
 def set_quota(folder: Path, cores: float) -> None:
-    """The quota of a control group, of either version, and ten times the usual weight."""
+    """The quota of a control group, of either version, and the highest weight."""
     quota = int(PERIOD_US * cores)
     if (folder / "cpu.max").exists():
         (folder / "cpu.max").write_text(f"{quota} {PERIOD_US}")
-        (folder / "cpu.weight").write_text("1000")
+        (folder / "cpu.weight").write_text("10000")
     else:
         (folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
         (folder / "cpu.cfs_quota_us").write_text(str(quota))
-        (folder / "cpu.shares").write_text("10240")
+        (folder / "cpu.shares").write_text("262144")
 
 
 def control_group(pid: int, cores: float) -> Path | None:

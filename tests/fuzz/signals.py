@@ -77,10 +77,11 @@ def send_one(
         while _steps(run) < at_step and process.poll() is None:
             time.sleep(0.02)
         time.sleep(after_s)
-        before_python = not is_handled(process.pid, number)
+        sent = (number, *((again,) if again else ()))
+        before_python = [-each for each in sent if not is_handled(process.pid, each)]
         steps_before = _steps(run)
         with contextlib.suppress(ProcessLookupError):  # it has just ended
-            for each in (number, *((again,) if again else ())):
+            for each in sent:
                 (os.killpg if group else os.kill)(process.pid, each)
         try:
             code = process.wait(END_S)
@@ -91,13 +92,13 @@ def send_one(
         text = output.read()
     if "Traceback" in text:
         return f"traceback after {number.name}: {text[-2000:]}"
-    if before_python and code in (-number, *((-again,) if again else ())):
+    if code in before_python:
         return ""
     steps = _steps(run)
     if code == 0:
         lost = steps < total or steps_before < total - LAST_STEPS
         return f"code 0 after {number.name} at step {steps_before}, {steps} steps" if lost else ""
-    if code not in {int(STOP_CODES[each]) for each in (number, again or number)}:
+    if code not in {int(STOP_CODES[each]) for each in sent}:
         return f"code {code} after {number.name}: {text[-500:]}"
     saved = newest_good(run.checkpoints)
     return (

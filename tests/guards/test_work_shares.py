@@ -192,3 +192,13 @@ def test_a_division_is_refined_while_single_steps_vary() -> None:
         ranks.judge(step, step, [RankFigures(seconds, 0, 0, 0, 0, 0, 0, 0, 0, (0.0,), ()) for seconds in busy])
     assert ranks.shares.counts == (16, 8)
     assert len(events) == 1
+
+
+def test_work_does_not_follow_speeds_that_change_all_the_time() -> None:
+    shares, balance, moves = BatchShares.even(24, 2, 2), Rebalancer(plan(dp_replicate=2), 24), 0
+    for step in range(2000):
+        slowness = 2.0 if step // 40 % 2 else 2.6
+        times = [0.026 * shares.counts[0], 0.026 * slowness * shares.counts[1]]
+        if (better := balance.better(shares, times) or balance.refined(shares, times)) is not None:
+            shares, moves = better, moves + 1
+    assert 1 <= moves <= 8

@@ -12,9 +12,12 @@ MIN_SAVING = 0.1
 """Share of the compute time that another division must save."""
 MIN_REFINED_SAVING = 0.04
 """The same once work has moved, because the first division assumes a time proportional to the samples; doubled with
-every refinement, up to MIN_SAVING."""
+every refinement, below MIN_SAVING."""
 MIN_TIME_LOST_S = 1.0
 """Seconds that must have been lost before work moves."""
+MAX_DELAY = 16
+"""Limit of the factor by which more time must be lost after each further move, so that work does not follow speeds that
+change all the time."""
 MAX_MICROBATCH_FACTOR = 2
 """Limit of a fast rank's microbatch, as a multiple of the plan's, where the number of microbatches is fixed."""
 
@@ -58,13 +61,14 @@ class Rebalancer:
         """A better division if work should move now. `busy` is the compute time of each data-parallel rank lately."""
         counts, saved = self._divide(shares, busy)
         self.lost_s = self.lost_s + saved if saved >= MIN_SAVING * max(busy) else 0.0
-        return self._move(counts) if counts and self.lost_s >= MIN_TIME_LOST_S else None
+        least = MIN_TIME_LOST_S * min(MAX_DELAY, 2 ** max(0, self.moves - 2))
+        return self._move(counts) if counts and self.lost_s >= least else None
 
     def refined(self, shares: BatchShares, busy: Sequence[float]) -> BatchShares | None:
         """A small correction of a division. `busy` is over a longer time, in which single late steps do not matter."""
         counts, saved = self._divide(shares, busy) if self.moves else ((), 0.0)
-        least = min(MIN_SAVING, MIN_REFINED_SAVING * 2 ** (self.moves - 1))
-        return self._move(counts) if counts and saved >= least * max(busy) else None
+        least = MIN_REFINED_SAVING * 2 ** (self.moves - 1)
+        return self._move(counts) if counts and MIN_SAVING > least <= saved / max(busy) else None
 
     def _divide(self, shares: BatchShares, busy: Sequence[float]) -> tuple[Sequence[int], float]:
         """The best counts, and the seconds that they save in a step; none if nothing can move."""
