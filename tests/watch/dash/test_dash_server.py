@@ -16,7 +16,7 @@ from rich.console import Console
 from weft.cli.views.dash import render
 from weft.job.errors import MachineError
 from weft.job.run_folder import RunDir
-from weft.watch.dash.run_catalog import RunCatalog
+from weft.watch.dash.run_catalog import RunCatalog, RunEntry
 from weft.watch.dash.serve import is_loopback, serve
 from weft.watch.journal import Journal
 
@@ -32,6 +32,13 @@ def status(url: str, method: str = "GET", **headers: str) -> int:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
+
+
+def test_layout_names_the_expert_axis(tmp_path: Path, make_run: Callable[..., RunDir]) -> None:
+    run = make_run(tmp_path / "runs/one", steps=2)
+    plan = json.loads(run.plan.read_text())
+    run.plan.write_text(json.dumps({**plan, "axes": {"dp_shard": 4, "tp": 1}, "ep": 2}))
+    assert RunEntry("one", run.path).summary()["layout"] == "dp_shard 4 · ep 2"
 
 
 def test_documented_json(tmp_path: Path, make_run: Callable[..., RunDir], dashboard: Callable[..., Any]) -> None:

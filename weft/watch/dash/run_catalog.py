@@ -182,7 +182,8 @@ def _below(root: Path) -> list[Path]:
 
 def _layout(plan: dict[str, Any]) -> str:
     axes = plan.get("axes")
-    degrees = {str(k): n for k, v in axes.items() if (n := number(v)) is not None} if isinstance(axes, dict) else {}
+    named = {**axes, "ep": plan.get("ep")} if isinstance(axes, dict) else {}
+    degrees = {str(k): n for k, v in named.items() if (n := number(v)) is not None}
     parts = [f"{re.sub(r'[^a-z_]', '', name)} {degree:.0f}" for name, degree in degrees.items() if degree > 1]
     return " · ".join(parts[:8])
 
