@@ -1,8 +1,9 @@
 """Loss curves of one model in fp32, bf16 and fp8: the same weights, the same samples, the same recipe, 300 steps.
 
-    python bench/curves.py [--cases fp32 bf16 fp8] [--steps 300] [--out bench/curves.json] [--svg FILE]
+    python bench/curves.py [--cases fp32 bf16 fp8] [--model llama] [--steps 300] [--out bench/curves.json] [--svg FILE]
 
-On a GPU: the gpt2-125m shape on the source code of Python's standard library, in bytes, 16 sequences of 512 a step.
+On a GPU: the gpt2-125m shape, or a Llama of the same width, on the source code of Python's standard library, in bytes,
+16 sequences of 512 a step.
 On a CPU: a small shape, to see that it works. Each case is one `weft train` in its own process; more cases are
 fp8-rowwise, fp8-delayed and fp8-all (delayed, and the head too). Prints the last validation losses and how far they
 are from the first case's; writes the curves as JSON, from which docs/make_curves.py draws the picture.
@@ -41,6 +42,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "steps": 20, "eval": 10, "batches": 2,
     },
 }  # fmt: skip
+
+LLAMA: dict[str, dict[str, Any]] = {
+    "cuda": {"family": "llama", "dim": 768, "layers": 12, "heads": 12, "kv_heads": 4, "ffn": 2048, "vocab": 50304},
+    "cpu": {"family": "llama", "dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab": 256},
+}
+"""With --model llama, whose gated feed-forward parts are one function in fp8."""
 
 
 def train(case: str, shape: dict[str, Any], steps: int, folder: Path) -> dict[str, Any]:
@@ -93,6 +100,7 @@ def show(runs: dict[str, dict[str, Any]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["fp32", "bf16", "fp8"])
+    parser.add_argument("--model", choices=["gpt2", "llama"], default="gpt2")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--out", type=Path, help="the JSON file; left out: bench/curves.json on a GPU, none on a CPU")
     parser.add_argument("--svg", type=Path, help="the picture; left out: docs/images/curves.svg on a GPU")
@@ -105,7 +113,7 @@ def main() -> None:
 
     machine = probe()
     kind = "cuda" if machine.gpus else "cpu"
-    shape = SHAPES[kind]
+    shape = {**SHAPES[kind], **({"model": LLAMA[kind]} if given.model == "llama" else {})}
     steps = given.steps or shape["steps"]
     runs = {}
     with tempfile.TemporaryDirectory(prefix="weft-curves-") as folder:

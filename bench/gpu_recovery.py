@@ -177,7 +177,7 @@ def main() -> int:
     asked = parse(parser)
     if asked.compare:
         with tempfile.TemporaryDirectory(prefix="weft-recovery-") as folder:
-            job = job_for("compare", asked.compare, Path(folder), asked, "train.microbatch=8")
+            job = job_for("compare", asked.compare, Path(folder), asked, "train.microbatch=8", "model.layers=2")
             print(facts(asked), against_one_rank(job, undisturbed(job, 2, Path(folder), print), Path(folder)))
         return 0
     few = asked.others

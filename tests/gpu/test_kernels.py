@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from weft.job.schema import Model
 from weft.memory.split_kernels import join_kernel, split_kernel
+from weft.mesh import Mesh
 from weft.models import grouped_kernels, loss_kernels
-from weft.models.fp8 import fp8_kernels
-from weft.models.fp8.fp8_linear import E4M3, E5M2, cast
+from weft.models.feedforward import FeedForward
+from weft.models.fp8 import fp8_gated, fp8_kernels
+from weft.models.fp8.fp8_linear import E4M3, E5M2, Fp8Recipe, cast
 from weft.optim.adamw_kernels import adamw_, corrections_of
 from weft.optim.codec_kernels import decode_8bit, encode_8bit, round_bits
 from weft.optim.coded_adamw_kernels import coded_adamw_
@@ -30,6 +33,7 @@ from weft.optim.state_codecs import (
     round_to_24_bits_,
     rounding_of,
 )
+from weft.parallel.fp8 import DelayedScales, use_fp8
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -208,13 +212,15 @@ def test_cross_entropy(
 def test_casts_and_transposes(shape: tuple[int, int], dtype: torch.dtype, low: torch.dtype) -> None:
     x = random(*shape, dtype=dtype)
     for size in (8.0, 2.0**18):  # the second exceeds the range, which clamps
-        scale, seen = torch.tensor(size, device=DEVICE), torch.full((1,), 0.125, device=DEVICE)
-        by_rows, by_columns = fp8_kernels.cast_both(x, scale, seen, low)
+        scale = torch.tensor(size, device=DEVICE)
+        by_rows, by_columns, seen = fp8_kernels.cast_both(x, scale, low)
         right = cast(x, scale, low)
         exact = (x.float() * scale).clamp(-torch.finfo(low).max, torch.finfo(low).max)
         assert rounded(by_rows, exact) and same_bytes(by_columns, by_rows.t())
-        assert seen.item() == max(0.125, x.abs().max().item()), "the running maximum"
+        assert seen.item() == x.abs().max().item()
         assert rounded(fp8_kernels.cast_rows(x, scale, low), exact)
+        again, seen_again = fp8_kernels.cast_seen(x, scale, low)
+        assert same_bytes(again, by_rows) and torch.equal(seen, seen_again)
     out = torch.zeros(shape[1], shape[0] + 5, device=DEVICE).to(low)
     fp8_kernels.transpose(right, out[:, : shape[0]])
     assert same_bytes(out[:, : shape[0]], right.t())
@@ -233,18 +239,56 @@ def close_fp8(found: Tensor, exact: Tensor, scale: Tensor) -> None:
 def test_swiglu(shape: tuple[int, int], dtype: torch.dtype) -> None:
     gate, up, grad = (random(*shape, dtype=dtype, seed=i) for i in range(3))
     g, u, d = (t.float() for t in (gate, up, grad))
-    scale, seen = torch.tensor(16.0, device=DEVICE), torch.zeros(1, device=DEVICE)
-    by_rows, by_columns = fp8_kernels.swiglu_both(gate, up, scale, seen, E4M3)
-    close_fp8(by_rows, F.silu(g) * u, scale)
-    assert same_bytes(by_rows.t(), by_columns)
+    scale = torch.tensor(16.0, device=DEVICE)
+    h, seen = fp8_kernels.swiglu(gate, up, scale, E4M3)
+    close_fp8(h, F.silu(g) * u, scale)
     torch.testing.assert_close(seen[0], (F.silu(g) * u).abs().max(), rtol=1e-5, atol=1e-6)
-    scales, sizes = (torch.tensor(32.0, device=DEVICE), scale), (seen.zero_(), torch.zeros(1, device=DEVICE))
-    made = fp8_kernels.swiglu_back_both(gate, up, grad, *scales, *sizes, E5M2)
+    scales = torch.tensor(32.0, device=DEVICE), scale
+    *made, seen_gate, seen_up = fp8_kernels.swiglu_back(gate, up, grad, *scales, scale, E5M2, E4M3)
     s = torch.sigmoid(g)
     for i, exact in enumerate((d * u * s * (1 + g * (1 - s)), d * g * s)):
         close_fp8(made[2 * i], exact, scales[i])
         assert same_bytes(made[2 * i].t(), made[2 * i + 1])
-        torch.testing.assert_close(sizes[i][0], exact.abs().max(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close((seen_gate, seen_up)[i][0], exact.abs().max(), rtol=1e-5, atol=1e-6)
+    assert same_bytes(made[4], h.t()), "the result of the forward pass"
+
+
+class GatedBlock(nn.Module):
+    """A linear layer and a gated part, whose maxima are rows of the same table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32, bias=False)
+        self.mlp = FeedForward(Model(family="llama", dim=32, ffn=48, activation="swiglu", bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.mlp(x + self.linear(x), None)
+        return y
+
+
+def test_compiled_layers_record_maxima_in_their_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an operation writes into a view of a table, torch.compile puts at the wrong place of the table."""
+    for name, given in (
+        ("cast_seen", fp8_kernels.cast_seen), ("cast_both", fp8_kernels.cast_both),
+        ("swiglu", lambda *args: fp8_kernels.swiglu(*args, E4M3)),
+        ("swiglu_back", lambda *args: fp8_kernels.swiglu_back(*args, E5M2, E4M3)),
+    ):  # fmt: skip
+        monkeypatch.setattr(fp8_gated, name, given)
+    found = []
+    for compiled in (False, True):
+        model = nn.Sequential(GatedBlock(), GatedBlock()).to(DEVICE).bfloat16()
+        for i, p in enumerate(model.parameters()):
+            p.data.copy_(random(*p.shape, seed=i) * 0.2)
+        use_fp8(list(model.named_modules()), Fp8Recipe(amax="delayed", history=2))
+        scales = DelayedScales(model, Mesh(0, 1, DEVICE, None, {}, None, None, None))
+        for block in model if compiled else ():
+            block.compile(backend="aot_eager")
+        for step in range(3):
+            model(random(16, 32, seed=step).bfloat16()).float().square().mean().backward()
+            if step < 2:
+                scales.step()
+        found.append(scales.seen)
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,9 +2,10 @@
 
     h = silu(x · Wgᵀ) · (x · Wuᵀ)        y = h · Wdᵀ
 
-With scales from previous steps (fp8.amax: delayed) values can be cast where they are computed. x, h, the weights and
-the gradients are each read once and written in fp8 by rows and by columns, as the products need them;
-on CUDA by the kernels in fp8_kernels.py, elsewhere by torch operations.
+With scales from previous steps (fp8.amax: delayed) values can be cast where they are computed: on CUDA by the kernels
+in fp8_kernels.py, elsewhere by torch operations. The products of the forward pass take their factors by rows, those of
+the backward pass by columns. Kept in between are x by columns in fp8, and both factors of h; h and the weights are cast
+again, since a copy of all weights would stay on every rank that shards them.
 """
 
 from __future__ import annotations
@@ -33,46 +34,61 @@ from weft.models.fp8.fp8_linear import (
 )
 from weft.planner.engine_constants import FP8_ALIGNMENT
 
-RowsAndColumns = tuple[Tensor, Tensor]
-"""A matrix in fp8: [rows, columns], and [columns, rows]."""
+
+def _rows(v: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return cast(v, scale, dtype), v.abs().amax().float().reshape(1)
 
 
-def _both(v: Tensor, scale: Tensor, seen: Tensor, dtype: torch.dtype) -> RowsAndColumns:
-    seen.copy_(torch.maximum(seen, v.abs().amax().float()))
-    low = cast(v, scale, dtype)
-    return low, low.t().contiguous()
+def _both(v: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    low, seen = _rows(v, scale, dtype)
+    return low, low.t().contiguous(), seen
 
 
-def cast_both(x: Tensor, scale: Tensor, seen: Tensor, dtype: torch.dtype) -> RowsAndColumns:
-    """x · scale in fp8; `seen` [1] becomes at least x's largest magnitude."""
+def cast_seen(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x · scale in fp8, and x's largest magnitude."""
     if x.is_cuda:
         from weft.models.fp8 import fp8_kernels
 
-        return fp8_kernels.cast_both(x, scale, seen, dtype)
-    return _both(x, scale, seen, dtype)
+        return fp8_kernels.cast_seen(x, scale, dtype)
+    return _rows(x, scale, dtype)
 
 
-def swiglu_both(gate: Tensor, up: Tensor, scale: Tensor, seen: Tensor) -> RowsAndColumns:
+def cast_both(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x · scale in fp8, by rows and by columns, and x's largest magnitude."""
+    if x.is_cuda:
+        from weft.models.fp8 import fp8_kernels
+
+        return fp8_kernels.cast_both(x, scale, dtype)
+    return _both(x, scale, dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """h in fp8, and its largest magnitude."""
     if gate.is_cuda:
         from weft.models.fp8 import fp8_kernels
 
-        return fp8_kernels.swiglu_both(gate, up, scale, seen, E4M3)
-    return _both(F.silu(gate.float()) * up.float(), scale, seen, E4M3)
+        return fp8_kernels.swiglu(gate, up, scale, E4M3)
+    return _rows(F.silu(gate.float()) * up.float(), scale, E4M3)
 
 
-def swiglu_back_both(
-    gate: Tensor, up: Tensor, grad: Tensor, scales: tuple[Tensor, Tensor], seen: tuple[Tensor, Tensor]
-) -> tuple[RowsAndColumns, RowsAndColumns]:
-    """The gradients of both factors."""
+def swiglu_back(gate: Tensor, up: Tensor, grad: Tensor, *scales: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of both factors by rows and by columns, h by columns, and the largest magnitudes of both gradients.
+    The scales are those of both gradients and of h."""
     if gate.is_cuda:
         from weft.models.fp8 import fp8_kernels
 
-        a, b, c, d = fp8_kernels.swiglu_back_both(gate, up, grad, *scales, *seen, E5M2)
-        return (a, b), (c, d)
+        return fp8_kernels.swiglu_back(gate, up, grad, *scales, E5M2, E4M3)
     g, u, d = gate.float(), up.float(), grad.float()
     s = torch.sigmoid(g)
-    of_gate = _both(d * u * s * (1 + g * (1 - s)), scales[0], seen[0], E5M2)
-    return of_gate, _both(d * g * s, scales[1], seen[1], E5M2)
+    *of_gate, seen_gate = _both(d * u * s * (1 + g * (1 - s)), scales[0], E5M2)
+    *of_up, seen_up = _both(d * g * s, scales[1], E5M2)
+    return *of_gate, *of_up, cast(F.silu(g) * u, scales[2], E4M3).t().contiguous(), seen_gate, seen_up
+
+
+def _record(seen: Tensor, kind: int, *maxima: Tensor) -> None:
+    """Note maxima of the layers from the first one on."""
+    column = seen[: len(maxima), kind]
+    column.copy_(torch.maximum(column, torch.cat(maxima)))
 
 
 def _scales(past: Tensor, dtype: torch.dtype, *places: tuple[int, int]) -> list[Tensor]:
@@ -90,36 +106,39 @@ class _Gated(torch.autograd.Function):
         of_x, of_h, *of_w = scales = _scales(past, E4M3, (0, X), (2, X), (0, W), (1, W), (2, W))
         fast = FAST_ACCUMULATION[recipe.fast_accumulation][0]
 
-        def multiply(a: RowsAndColumns, of_a: Tensor, i: int) -> Tensor:
-            return scaled_mm(a[0], w8[i][0].t(), of_a.reciprocal(), of_w[i].reciprocal(), fast)
+        def multiply(a: Tensor, of_a: Tensor, i: int) -> tuple[Tensor, Tensor]:
+            w8, seen_w = cast_seen((gate, up, down)[i], of_w[i], E4M3)
+            return scaled_mm(a, w8.t(), of_a.reciprocal(), of_w[i].reciprocal(), fast), seen_w
 
-        x8 = cast_both(x, of_x, seen[0, X : X + 1], E4M3)
-        w8 = [cast_both(w, of_w[i], seen[i, W : W + 1], E4M3) for i, w in enumerate((gate, up, down))]
-        g, u = multiply(x8, of_x, 0), multiply(x8, of_x, 1)
-        h8 = swiglu_both(g, u, of_h, seen[2, X : X + 1])
-        ctx.save_for_backward(x8[1], g, u, h8[1], *(w[1] for w in w8), past, *scales)
+        x8, x8t, seen_x = cast_both(x, of_x, E4M3)
+        (g, seen_gate), (u, seen_up) = multiply(x8, of_x, 0), multiply(x8, of_x, 1)
+        h8, seen_h = swiglu(g, u, of_h)
+        y, seen_down = multiply(h8, of_h, 2)
+        _record(seen, X, seen_x, seen_x, seen_h)
+        _record(seen, W, seen_gate, seen_up, seen_down)
+        ctx.save_for_backward(x8t, g, u, gate, up, down, past, *scales)
         ctx.seen, ctx.recipe, ctx.kinds = seen, recipe, (x.dtype, gate.dtype)
-        return multiply(h8, of_h, 2)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x8t, g, u, h8t, gate8t, up8t, down8t, past, of_x, of_h, *of_w = ctx.saved_tensors
-        of_g, seen = _scales(past, E5M2, (0, G), (1, G), (2, G)), ctx.seen
+        x8t, g, u, gate, up, down, past, of_x, of_h, *of_w = ctx.saved_tensors
+        of_g = _scales(past, E5M2, (0, G), (1, G), (2, G))
         _, fast_x, fast_w = FAST_ACCUMULATION[ctx.recipe.fast_accumulation]
         kind_x, kind_w = ctx.kinds
 
-        def to_input(d: RowsAndColumns, w8t: Tensor, i: int) -> Tensor:
-            return scaled_mm(d[0], w8t.t(), of_g[i].reciprocal(), of_w[i].reciprocal(), fast_x)
+        def to_input(d8: Tensor, w: Tensor, i: int) -> Tensor:
+            w8t = cast_both(w, of_w[i], E4M3)[1]
+            return scaled_mm(d8, w8t.t(), of_g[i].reciprocal(), of_w[i].reciprocal(), fast_x)
 
-        def to_weight(d: RowsAndColumns, i: int, a8t: Tensor, of_a: Tensor) -> Tensor:
-            return scaled_mm(d[1], a8t.t(), of_g[i].reciprocal(), of_a.reciprocal(), fast_w).to(kind_w)
+        def to_weight(d8t: Tensor, i: int, a8t: Tensor, of_a: Tensor) -> Tensor:
+            return scaled_mm(d8t, a8t.t(), of_g[i].reciprocal(), of_a.reciprocal(), fast_w).to(kind_w)
 
-        y8 = cast_both(grads[0], of_g[2], seen[2, G : G + 1], E5M2)
-        of_gate, of_up = swiglu_back_both(
-            g, u, to_input(y8, down8t, 2), (of_g[0], of_g[1]), (seen[0, G : G + 1], seen[1, G : G + 1])
-        )
-        dx = to_input(of_gate, gate8t, 0) + to_input(of_up, up8t, 1)
-        dw = (to_weight(of_gate, 0, x8t, of_x), to_weight(of_up, 1, x8t, of_x), to_weight(y8, 2, h8t, of_h))
+        y8, y8t, seen_y = cast_both(grads[0], of_g[2], E5M2)
+        gate8, gate8t, up8, up8t, h8t, *seen = swiglu_back(g, u, to_input(y8, down, 2), of_g[0], of_g[1], of_h)
+        _record(ctx.seen, G, *seen, seen_y)
+        dx = to_input(gate8, gate, 0) + to_input(up8, up, 1)
+        dw = to_weight(gate8t, 0, x8t, of_x), to_weight(up8t, 1, x8t, of_x), to_weight(y8t, 2, h8t, of_h)
         return dx.to(kind_x), *dw, None, None, None
 
 
@@ -142,8 +161,6 @@ class Fp8FeedForward(FeedForward):
             flat = F.pad(flat, (0, 0, 0, extra))
         weights = self.gate.weight, self.up.weight, self.down.weight
         y: Tensor = _Gated.apply(flat, *weights, self.past, self.seen, self.recipe)
-        with torch.no_grad():  # gate and up share their input
-            self.seen[1, X].copy_(torch.maximum(self.seen[0, X], self.seen[1, X]))
         return (y[:tokens] if extra else y).view(*x.shape[:-1], y.shape[-1])
 
 

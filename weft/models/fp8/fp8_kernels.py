@@ -4,7 +4,8 @@ A product takes its left factor by rows and its right one by columns, and the ba
 is computed in the same pass as its cast, forward and backward, so that its results are never stored in bf16.
 
 No kernel stores fp8 values both ways: ptxas 12.9 miscompiles the transposed store then, and writes wrong bytes
-(triton-lang/triton#11111).
+(triton-lang/triton#11111). And no operation writes into its arguments: torch.compile puts what an operation writes into
+a view of a larger table at the wrong place of it, so maxima are results.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def weft_swiglu(gate, up, scale, out, seen, count, LIMIT: tl.constexpr, BLOCK: t
 
 @triton.jit
 def weft_swiglu_back(
-    gate, up, grad, scale_gate, scale_up, out_gate, out_up, seen_gate, seen_up, count,
-    LIMIT: tl.constexpr, BLOCK: tl.constexpr,
+    gate, up, grad, scale_gate, scale_up, scale_h, out_gate, out_up, out_h, seen_gate, seen_up, count,
+    LIMIT: tl.constexpr, LIMIT_H: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at, inside = _block(count, BLOCK)
     g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
@@ -73,10 +74,13 @@ def weft_swiglu_back(
     s = 1.0 / (1.0 + tl.exp(-g))
     _put(d * u * s * (1.0 + g * (1.0 - s)), scale_gate, out_gate, seen_gate, at, inside, LIMIT)
     _put(d * g * s, scale_up, out_up, seen_up, at, inside, LIMIT)
+    h = g / (1.0 + tl.exp(-g)) * u * tl.load(scale_h)
+    tl.store(out_h + at, tl.minimum(tl.maximum(h, -LIMIT_H), LIMIT_H).to(out_h.dtype.element_ty), mask=inside)
 
 
-def _launch(kernel, dtype: torch.dtype, count: int, *given: Tensor, block: int = CAST_BLOCK) -> None:
-    kernel[(triton.cdiv(count, block),)](*given, count, LIMIT=torch.finfo(dtype).max, BLOCK=block, num_warps=8)
+def _launch(kernel, dtype: torch.dtype, count: int, *given: Tensor, block: int = CAST_BLOCK, **limits: float) -> None:
+    limit = torch.finfo(dtype).max
+    kernel[(triton.cdiv(count, block),)](*given, count, LIMIT=limit, BLOCK=block, num_warps=8, **limits)
 
 
 def cast_rows(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -103,53 +107,77 @@ def _both(by_rows: Tensor) -> tuple[Tensor, Tensor]:
     return by_rows, by_columns
 
 
-@torch.library.custom_op("weft::cast_both", mutates_args=("seen",))
-def cast_both(x: Tensor, scale: Tensor, seen: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x [rows, columns] · scale in fp8, by rows and by columns; `seen` becomes at least x's largest magnitude."""
-    x = x.contiguous()
+def _maximum(x: Tensor) -> Tensor:
+    return x.new_zeros(1, dtype=torch.float32)
+
+
+def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    x, seen = x.contiguous(), _maximum(x)
     out = x.new_empty(x.shape, dtype=dtype)
     _launch(weft_cast, dtype, x.numel(), x, scale, out, seen)
-    return _both(out)
+    return out, seen
 
 
-@torch.library.custom_op("weft::swiglu_both", mutates_args=("seen",))
-def swiglu_both(gate: Tensor, up: Tensor, scale: Tensor, seen: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """silu(gate) · up · scale in fp8, by rows and by columns."""
-    gate, up = gate.contiguous(), up.contiguous()
+@torch.library.custom_op("weft::cast_seen", mutates_args=())
+def cast_seen(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x · scale in fp8, and x's largest magnitude [1]."""
+    return _cast(x, scale, dtype)
+
+
+@torch.library.custom_op("weft::cast_both", mutates_args=())
+def cast_both(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x [rows, columns] · scale in fp8, by rows and by columns, and x's largest magnitude."""
+    out, seen = _cast(x, scale, dtype)
+    return *_both(out), seen
+
+
+@torch.library.custom_op("weft::swiglu", mutates_args=())
+def swiglu(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """silu(gate) · up · scale in fp8, and its largest magnitude before scaling."""
+    gate, up, seen = gate.contiguous(), up.contiguous(), _maximum(gate)
     out = gate.new_empty(gate.shape, dtype=dtype)
     _launch(weft_swiglu, dtype, gate.numel(), gate, up, scale, out, seen, block=SWIGLU_BLOCK)
-    return _both(out)
+    return out, seen
 
 
-@torch.library.custom_op("weft::swiglu_back_both", mutates_args=("seen_gate", "seen_up"))
-def swiglu_back_both(
-    gate: Tensor, up: Tensor, grad: Tensor, scale_gate: Tensor, scale_up: Tensor, seen_gate: Tensor, seen_up: Tensor,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of both factors of SwiGLU in fp8, each by rows and by columns."""
-    given = gate.contiguous(), up.contiguous(), grad.contiguous(), scale_gate, scale_up
-    out = [gate.new_empty(gate.shape, dtype=dtype) for _ in range(2)]
-    _launch(weft_swiglu_back, dtype, gate.numel(), *given, *out, seen_gate, seen_up, block=SWIGLU_BLOCK)
-    return *_both(out[0]), *_both(out[1])
+@torch.library.custom_op("weft::swiglu_back", mutates_args=())
+def swiglu_back(
+    gate: Tensor, up: Tensor, grad: Tensor, scale_gate: Tensor, scale_up: Tensor, scale_h: Tensor,
+    dtype: torch.dtype, dtype_h: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of both factors of SwiGLU in fp8, each by rows and by columns; its result by columns; and the
+    largest magnitudes of both gradients."""
+    given = gate.contiguous(), up.contiguous(), grad.contiguous(), scale_gate, scale_up, scale_h
+    out = [gate.new_empty(gate.shape, dtype=kind) for kind in (dtype, dtype, dtype_h)]
+    seen = _maximum(gate), _maximum(gate)
+    _launch(weft_swiglu_back, dtype, gate.numel(), *given, *out, *seen, block=SWIGLU_BLOCK,
+            LIMIT_H=torch.finfo(dtype_h).max)  # fmt: skip
+    return *_both(out[0]), *_both(out[1]), _both(out[2])[1], *seen
 
 
 def _shapes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[::-1], dtype=dtype)
 
 
+@cast_seen.register_fake
+def _(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=dtype), _maximum(x)
+
+
 @cast_both.register_fake
-def _(x: Tensor, scale: Tensor, seen: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _shapes(x, dtype)
+def _(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    return *_shapes(x, dtype), _maximum(x)
 
 
-@swiglu_both.register_fake
-def _(gate: Tensor, up: Tensor, scale: Tensor, seen: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _shapes(gate, dtype)
+@swiglu.register_fake
+def _(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape, dtype=dtype), _maximum(gate)
 
 
-@swiglu_back_both.register_fake
+@swiglu_back.register_fake
 def _(
-    gate: Tensor, up: Tensor, grad: Tensor, scale_gate: Tensor, scale_up: Tensor, seen_gate: Tensor, seen_up: Tensor,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return *_shapes(gate, dtype), *_shapes(gate, dtype)
+    gate: Tensor, up: Tensor, grad: Tensor, scale_gate: Tensor, scale_up: Tensor, scale_h: Tensor,
+    dtype: torch.dtype, dtype_h: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    made = *_shapes(gate, dtype), *_shapes(gate, dtype), _shapes(gate, dtype_h)[1]
+    return *made, _maximum(gate), _maximum(gate)

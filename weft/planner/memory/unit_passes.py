@@ -226,13 +226,15 @@ def _chunked_block(z: Sizes) -> BlockBytes:
 def _compiled_block(job: Job, z: Sizes) -> BlockBytes:
     """A compiled block keeps the inputs of its products and of attention, and recomputes the rest in fused kernels.
 
-    The counts were read from an H200 (bench/gpu_memory.py). With dynamic scales in fp8, norms and activations are
-    recomputed where they are cast again.
+    The counts were read from an H200 (bench/gpu_memory.py). In fp8, norms and activations are recomputed where they
+    are cast again; a gated part with delayed scales keeps its input in fp8, and attention's norm is kept.
     """
     m = job.model
-    again = job.precision == "fp8" and job.fp8.amax == "dynamic"
+    delayed = job.fp8.amax == "delayed"
+    again = job.precision == "fp8" and (m.gated or not delayed)
     hidden = ((3 if m.gated else 2) - again) * z.ffn
     whole = z.tokens * (z.c * ((4 - 2 * again) * z.dim + 2 * z.heads + 2 * z.kv + hidden) + 4 * z.scores + 8)
+    whole = whole + z.tokens * z.dim * (1 + z.c) * (again and delayed)
     x = z.tokens * z.dim * z.c
     back = 2 * z.ffn * z.tokens * z.c + 2 * x
     some = selective_kept(m, z, None) - x  # the output of the last product is not needed again
