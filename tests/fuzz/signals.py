@@ -44,8 +44,11 @@ JOB: dict[str, Any] = {
 
 def is_handled(pid: int, number: signal.Signals) -> bool:
     """Whether a process has a handler for a signal."""
-    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    except FileNotFoundError:  # it has ended
+        return True
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")), "0")
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 

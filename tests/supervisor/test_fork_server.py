@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from weft.supervisor.fork_server import ForkedProcess, ForkServer, as_subreaper
+from weft.job.run_folder import RunDir
+from weft.planner.plan import Plan
+from weft.supervisor.failure_report import read_failure
+from weft.supervisor.fork_server import ForkedProcess, ForkServer, NoFirstFork, as_subreaper, serve
+from weft.training.rank import record_failure
 
 FORK = """
 import os, signal, sys, time
@@ -96,3 +101,25 @@ def test_fork_whose_pid_is_unknown_exits(tmp_path: Path) -> None:
         (forked,) = set(psutil.Process().children()) - before
         assert os.waitpid(forked.pid, 0)[1] == 0
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_limit_of_processes_is_told_apart_from_other_failures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    monkeypatch.setenv("WEFT_FORK_SERVER", str(server.detach()))
+    monkeypatch.setenv("WEFT_LAUNCHER", str(os.getpid()))
+    manager.send(b"0")
+
+    def refuse() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    with manager, pytest.raises(NoFirstFork):
+        serve()
+    run = RunDir(tmp_path)
+    for error in (RuntimeError("can't start new thread"), RuntimeError("Resource temporarily unavailable")):
+        record_failure(run, 0, "", error, Plan("cpu", "cpu", "gloo"))
+        cause = read_failure(run.logs / "failure-0.json")
+        assert cause is not None and "ulimit -u" in cause["message"]
+        assert (cause["code"], cause["expected"], cause["machine"]) == (4, True, False)

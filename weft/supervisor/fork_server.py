@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import socket
@@ -114,14 +115,25 @@ def as_subreaper() -> Iterator[bool]:
             libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
+class NoFirstFork(Exception):
+    """The system refuses processes from the start."""
+
+
 def serve() -> bool:
     """In the fork server: fork on request. Returns True in each fork, with WEFT_SLOT set, and False when the manager
     has exited."""
-    manager = int(os.environ["WEFT_LAUNCHER"])
+    manager, forks = int(os.environ["WEFT_LAUNCHER"]), 0
     with socket.socket(fileno=int(os.environ.pop("WEFT_FORK_SERVER"))) as sock:
         while asked := sock.recv(64):
             slot = asked.decode()
-            if fork_for(manager, lambda pid: sock.send(f"{slot} {pid}".encode())):  # noqa: B023
+            try:
+                forked = fork_for(manager, lambda pid: sock.send(f"{slot} {pid}".encode()))  # noqa: B023
+            except OSError as error:
+                if forks:
+                    raise
+                raise NoFirstFork from error
+            forks += 1
+            if forked:
                 os.environ["WEFT_SLOT"] = slot
                 return True
     return False
@@ -134,7 +146,10 @@ def fork_for(parent: int, announce: Callable[[int], object]) -> bool:
     wait, go = os.pipe()
     between = os.fork()
     if between == 0:
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            os._exit(1)
         if pid:
             os.write(write, str(pid).encode())
             os._exit(0)
@@ -152,6 +167,8 @@ def fork_for(parent: int, announce: Callable[[int], object]) -> bool:
     os.close(wait)
     os.waitpid(between, 0)
     with os.fdopen(read) as pipe, os.fdopen(go, "wb") as announced:
-        announce(int(pipe.read()))
+        if not (pid_text := pipe.read()):
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        announce(int(pid_text))
         announced.write(b"1")
     return False

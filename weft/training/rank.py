@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from weft.checkpoint.memory_snapshots import Snapshots
     from weft.training.session import Hook, Session
 
+PROCESS_LIMIT = (
+    "the limit of processes and threads is reached; raise it with `ulimit -u`, in pids.max of the control group or, "
+    "for a container, with --pids-limit"
+)
 Work = Callable[["Session", Signals], Exit]
 
 
@@ -160,9 +164,17 @@ def record_failure(run: RunDir, rank: int, position: str, error: BaseException, 
         "machine": is_machine_failure(error),
         "code": exit_code(error),
     }
+    if is_process_limit(error):
+        cause |= {"message": PROCESS_LIMIT, "expected": True, "machine": False, "code": int(Exit.MACHINE)}
     smaller_plan = shrink(run, plan, error, rank, position) if is_oom(error) else None
     write_failure(run, rank, cause)
     return smaller_plan
+
+
+def is_process_limit(error: BaseException) -> bool:
+    """Whether the system refused another process or thread."""
+    text = str(error).lower()
+    return "can't start new thread" in text or "resource temporarily unavailable" in text
 
 
 def is_machine_failure(error: BaseException) -> bool:

@@ -25,13 +25,14 @@ from weft.planner.plan import Plan
 from weft.supervisor.attempt import Attempt, read_attempt
 from weft.supervisor.diagnosis import STACK_SIGNAL
 from weft.supervisor.failure_report import write_failure
-from weft.supervisor.fork_server import serve
+from weft.supervisor.fork_server import NoFirstFork, serve
 from weft.supervisor.heartbeat import BoardHeartbeat, Fenced
 from weft.supervisor.local_ranks import die_with_parent
 from weft.supervisor.memory_folder import write_file
 from weft.supervisor.process_name import set_process_name
 from weft.supervisor.status_board import StatusBoard
 from weft.training.rank import (
+    PROCESS_LIMIT,
     exit_code,
     exit_process,
     import_training,
@@ -208,9 +209,13 @@ def read_plan(run: RunDir) -> Plan:
 
 
 def explain_import(run: RunDir, error: BaseException) -> NoReturn:
-    """End the fork server, for which no rank could be forked, with a failure record; nothing else may need memory."""
+    """End the fork server, which cannot import torch."""
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    why = f"the ranks cannot import torch ({what}); `ulimit -a` shows the limits of this shell"
+    end_fork_server(run, f"the ranks cannot import torch ({what}); `ulimit -a` shows the limits of this shell")
+
+
+def end_fork_server(run: RunDir, why: str) -> NoReturn:
+    """End the fork server, by which no rank could be forked, with a failure record; nothing else may need memory."""
     cause = {
         "rank": 0, "position": "", "time": time.time(), "kind": "MachineError", "message": why, "where": "",
         "expected": True, "echo": False, "machine": False, "code": int(Exit.MACHINE),
@@ -234,7 +239,11 @@ def main(hook: Hook | None = None) -> int:
         if read_plan(run).device == "cuda":
             hash_triton()
         freeze_imports()
-        if not serve():
+        try:
+            forked = serve()
+        except NoFirstFork:
+            end_fork_server(run, PROCESS_LIMIT)
+        if not forked:
             return 0
         die_with_parent()
     signals = Signals()
