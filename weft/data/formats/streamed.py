@@ -38,7 +38,8 @@ SHUFFLED_PARTS = {"samples": 8, "blocks": 1, "none": 1}
 """Parts whose samples are shuffled together, by data.shuffle; with none they are read in order."""
 VAL_PARTS = 2
 """The held-out samples of so many parts are the validation set; those of others are not read."""
-MAX_UNSPLIT_BYTES = {".jsonl.gz": 64 << 20, ".ndjson.gz": 64 << 20, ".jsonl.zst": 64 << 20, ".ndjson.zst": 64 << 20}
+MAX_UNSPLIT_BYTES = {".jsonl.gz": 64 << 20, ".ndjson.gz": 64 << 20, ".jsonl.zst": 64 << 20, ".ndjson.zst": 64 << 20,
+                     ".tar.gz": 64 << 20}  # fmt: skip
 """Largest files that can only be read from their start."""
 MAX_GROUP_BYTES = 1 << 30
 """Largest group of rows: a part is encoded in memory."""
