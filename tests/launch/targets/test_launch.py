@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -87,8 +88,10 @@ def test_damaged_records_and_a_controller_that_is_away(
         "good": "running", "list": "not started", "none": "not started", "settings": "lost",
     }  # fmt: skip
     assert "Unable to contact" in rows["good"]["detail"] and "cluster.nodes=-3" in rows["settings"]["detail"]
-    refused = in_process(tmp_path, "stop", "settings")
-    assert (refused.code, "the state of settings is unknown: " in refused.last) == (4, True)
+    (tmp_path / "runs" / "good" / "launch" / "record.json").write_text(json.dumps({**good, "target": "ray"}))
+    monkeypatch.setitem(sys.modules, "ray", None)
+    refused = in_process(tmp_path, "stop", "good")
+    assert (refused.code, "the state of good is unknown: --on ray needs the package ray" in refused.last) == (4, True)
 
 
 def test_refused_submission_leaves_no_files(
