@@ -1,12 +1,13 @@
 """Training scripts under the library they were written for and under Weft: losses and time, on two CPU ranks.
 
-Run it where the libraries are installed: python bench/own_code.py [lightning strategy trainer accelerate …]. Horovod
-without its native library is replaced by what its docs define: gradients averaged over ranks before each step. It
+Run it where the libraries are installed: python bench/own_code.py [lightning strategy trainer accelerate …]. Horovod,
+if it or its native library is missing, is replaced by what its docs define: gradients averaged over ranks before each step. It
 prints the table of docs/your-own-code.md.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -202,6 +203,8 @@ class _HorovodDefinition:
 def horovod_run(original: bool, folder: str) -> dict[str, Any]:
     if not original:
         import weft.hvd as hvd
+    elif importlib.util.find_spec("horovod") is None:
+        hvd = _HorovodDefinition()
     else:
         import horovod.torch as hvd
 

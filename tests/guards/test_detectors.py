@@ -59,7 +59,7 @@ def test_bad_batch_of_untrained_model_is_found_by_loss_and_norm(seed: int) -> No
     draw, spikes = random.Random(seed), SpikeDetector()
     for step in range(1, 60):
         assert spikes.judge(step, 4.9 + draw.gauss(0, 0.03), math.exp(draw.gauss(0.4, 0.1))) is None
-    found = spikes.judge(60, 5.6, 8.0)
+    found = spikes.judge(60, 5.6, 12.0)
     assert found is not None
     assert found.step == 60
 

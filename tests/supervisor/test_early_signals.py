@@ -93,5 +93,7 @@ def test_signal_ends_a_start_that_waits(tmp_path: Path, arguments: list[str]) ->
     started = Started(tmp_path, "train", "job.yaml", "name=waits", *arguments)
     started.wait_for((tmp_path / "opened").exists)
     started.process.send_signal(signal.SIGTERM)
-    assert started.end().code == 75
+    result = started.end()
+    assert result.code == 75
+    assert "stopped at step 0 before another was done; the same command continues from here" in result.err
     assert step_of(run_of(tmp_path, "waits")) == 0

@@ -24,17 +24,16 @@ def test_layouts_are_proven_and_refused(pool: RankPool) -> None:
     job = make_job("model.kv_heads=2", "model.layers=9", "data.seq_len=80")
     output = []
     verdicts = prove(
-        job, ["ddp2, zero3", "cp2 ulysses", "tp4", "ddp3", "ep2"], 2, shrink=True, on_verdict=output.append, pool=pool
+        job, ["ddp2, zero3", "cp2 ulysses", "tp8", "ddp3", "ep2"], 2, shrink=True, on_verdict=output.append, pool=pool
     )
     assert output == verdicts
     assert [(v.layout, v.world, v.verdict) for v in verdicts] == [
         ("dp_replicate 2", 2, "same"), ("dp_shard 2 (zero 3)", 2, "same"), ("cp 2 (ulysses)", 2, "same"),
-        ("tp4", 4, "refused"), ("ddp3", 3, "refused"), ("ep2", 1, "refused"),
+        ("tp8", 8, "refused"), ("ddp3", 3, "refused"), ("ep2", 1, "refused"),
     ]  # fmt: skip
     assert all(0 <= (v.max_grad_diff or 0) <= 1e-5 and len(v.grad_diff_by_parameter) == 3 * 9 + 3 for v in verdicts[:3])
     assert [v.why for v in verdicts[3:]] == [
-        "parallel.tp=4 does not divide model.kv_heads=2: each rank needs a whole key and value head; "
-        "tp=1 or 2 would work",
+        "parallel.tp=8 does not divide model.heads=4; tp=1, 2 or 4 would work",
         "train.global_batch=8 is not a multiple of the 3 data-parallel ranks; 6 or 9 would work",
         "parallel.ep=2 distributes experts, and the model has none; ep=1 would work, or set model.experts",
     ]

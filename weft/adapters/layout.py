@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import datetime
 from dataclasses import replace
 from math import prod
@@ -71,4 +73,13 @@ def join_ranks(job: Job) -> tuple[Plan, Mesh]:
     if plan.world > 1 and dist.is_initialized():
         timeout = datetime.timedelta(seconds=job.comm.timeout_s)
         return plan, mesh_of(plan, local_device(plan, rank_info().local_rank), timeout)
-    return plan, connect(plan, job.comm.timeout_s)
+    mesh = connect(plan, job.comm.timeout_s)
+    if plan.world > 1 and plan.backend == "gloo":
+        atexit.register(_leave_groups)  # a script does not end them, and a Gloo group has threads
+    return plan, mesh
+
+
+def _leave_groups() -> None:
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):  # the other ranks may be gone
+            dist.destroy_process_group()

@@ -20,6 +20,7 @@ from weft.supervisor.failure_report import explain_failure, remove_failures
 from weft.supervisor.memory_folder import memory_folder
 from weft.supervisor.run_lock import RunLock
 from weft.supervisor.stop_signals import SignalForwarder
+from weft.watch.journal import read_jsonl, record_early_stop
 
 GRACE_S = 10.0
 """How long the other ranks may take to exit after one has failed."""
@@ -56,11 +57,21 @@ def launch(run: RunDir, world: int, lock: RunLock, log: Callable[[str], None], w
     """Start the ranks of the run in this folder, wait for them, and print the cause if one failed. Returns the exit
     code."""
     with SignalForwarder() as signals, ExitStack() as stack:
+        ends = _ends(run)
         ranks = stack.enter_context(rank_processes(run, world, lock, signals, log, worker))
         signals.unblock()
         while (code := ranks.poll()) is None:
             time.sleep(POLL_S)
-        return KILLED_BY_USER if signals.killed else code
+        if signals.killed:
+            return KILLED_BY_USER
+        if code in (Exit.PREEMPTED, Exit.INTERRUPTED) and _ends(run) == ends:
+            record_early_stop(run, code)
+        return code
+
+
+def _ends(run: RunDir) -> int:
+    """How many starts of the run have recorded their end."""
+    return sum(event.get("event") in ("stop", "done") for event in read_jsonl(run.events))
 
 
 @contextmanager

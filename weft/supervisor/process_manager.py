@@ -26,7 +26,7 @@ from weft.supervisor.run_lock import RunLock
 from weft.supervisor.status_board import PHASES, TRAINING, StatusBoard
 from weft.supervisor.stop_signals import STOP_CODES, SignalForwarder, signals_blocked
 from weft.supervisor.wakeup import wake_on_signals
-from weft.watch.journal import Journal, read_metrics
+from weft.watch.journal import Journal, record_early_stop
 
 POLL_S = 1.0
 """Poll interval when nothing wakes the manager."""
@@ -179,9 +179,7 @@ class ProcessManager:
             return
         begun = all(r.phase in TRAINING for r in records[: self.world])  # else all agree to stop before the first step
         if not begun or time.monotonic() - self.stopped_at > FIRST_STEP_GRACE_S:
-            step = max((int(record["step"]) for record in read_metrics(self.run.metrics)), default=0)
-            with Journal(self.run) as journal:
-                journal.event("stop", step=step, steps_done=0, code=code)
+            record_early_stop(self.run, code)
             self.board["end"] = code + 1
 
     def _start_slot(self, slot: int) -> None:

@@ -59,6 +59,13 @@ NUMBERS = frozenset({
 """Fields of metrics and events that must be numbers; a damaged line may hold anything."""
 
 
+def record_early_stop(run: RunDir, code: int) -> None:
+    """Record that a run was stopped before this start did a step."""
+    step = max((int(record["step"]) for record in read_metrics(run.metrics)), default=0)
+    with Journal(run) as journal:
+        journal.event("stop", step=step, steps_done=0, code=code)
+
+
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Every complete line that is a JSON object, without fields of NUMBERS that hold something else. Other lines are
     skipped; a missing or unreadable file is empty."""
