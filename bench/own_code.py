@@ -1,8 +1,8 @@
 """Training scripts under the library they were written for and under Weft: losses and time, on two CPU ranks.
 
 Run it where the libraries are installed: python bench/own_code.py [lightning strategy trainer accelerate …]. Horovod,
-if it or its native library is missing, is replaced by what its docs define: gradients averaged over ranks before each step. It
-prints the table of docs/your-own-code.md.
+if it or its native library is missing, is replaced by what its docs define: gradients averaged over ranks
+before each step. It prints the table of docs/your-own-code.md.
 """
 
 from __future__ import annotations
