@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import datetime
 from dataclasses import replace
 from math import prod
@@ -11,6 +10,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 
+from weft.comm.teardown import leave
 from weft.hardware.rank_environment import rank_info
 from weft.job.errors import JobError
 from weft.job.schema import Job, Parallel
@@ -75,11 +75,5 @@ def join_ranks(job: Job) -> tuple[Plan, Mesh]:
         return plan, mesh_of(plan, local_device(plan, rank_info().local_rank), timeout)
     mesh = connect(plan, job.comm.timeout_s)
     if plan.world > 1 and plan.backend == "gloo":
-        atexit.register(_leave_groups)  # a script does not end them, and a Gloo group has threads
+        atexit.register(leave)  # a script does not end its groups, and those of Gloo have threads
     return plan, mesh
-
-
-def _leave_groups() -> None:
-    if dist.is_initialized():
-        with contextlib.suppress(RuntimeError):  # the other ranks may be gone
-            dist.destroy_process_group()
