@@ -27,8 +27,8 @@ from weft.models.build_model import build_model
 from weft.planner import make_plan
 from weft.planner.model.weight_table import weights_of
 from weft.pretrained.config import write_config
+from weft.pretrained.family_entry import family_of
 from weft.pretrained.reader import MAX_MAPPED_BYTES, PretrainedWeights
-from weft.pretrained.registry import family_of
 from weft.pretrained.tensor_forms import file_tensors, named_shapes
 
 FILE_BYTES, BF16_BYTES, FP32_BYTES = 5 * 10**9, 2, 4

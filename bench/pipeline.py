@@ -32,7 +32,7 @@ from weft.parallel.pipeline.executor import Pipelined  # noqa: E402
 from weft.parallel.spread_model import Batch, SpreadModel  # noqa: E402
 from weft.planner.plan import Plan  # noqa: E402
 from weft.planner.schedules.actions import Schedule  # noqa: E402
-from weft.planner.schedules.registry import make_schedule  # noqa: E402
+from weft.planner.schedules.known_schedules import make_schedule  # noqa: E402
 from weft.planner.schedules.simulate import Costs, simulate  # noqa: E402
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe-v")

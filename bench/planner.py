@@ -33,7 +33,7 @@ from weft.job import parse_job
 from weft.job.shapes import resolve
 from weft.planner.estimator import Estimator, make_estimator
 from weft.planner.make_plan import make_plan, start_plan
-from weft.planner.search.search import find_layouts
+from weft.planner.search.branch_and_bound import find_layouts
 from weft.planner.search.space import Space, all_layouts, job_space
 
 PAGE = Path(__file__).with_suffix(".md")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from weft.planner.schedules.actions import Schedule
 from weft.planner.schedules.gantt import gantt_svg, gantt_text
-from weft.planner.schedules.registry import SCHEDULES, make_schedule
+from weft.planner.schedules.known_schedules import SCHEDULES, make_schedule
 from weft.planner.schedules.simulate import Costs, Timeline, simulate
 
 HERE = Path(__file__).parent

@@ -2,7 +2,7 @@
 
 from helpers.docs_pages import maker, text_of
 
-from weft.planner.schedules.registry import check_schedule
+from weft.planner.schedules.known_schedules import check_schedule
 
 
 def test_the_tables_are_up_to_date() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from weft.job import parse_job
 from weft.launch.rank_pool import RankPool
-from weft.planner.schedules.registry import SCHEDULES
+from weft.planner.schedules.known_schedules import SCHEDULES
 from weft.verify.prove import prove
 
 MODEL: dict[str, Any] = {

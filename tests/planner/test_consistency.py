@@ -13,7 +13,7 @@ from weft.hardware.probe import probe
 from weft.job import parse_job
 from weft.job.errors import JobError
 from weft.planner.advice.why_not import why_not
-from weft.planner.estimate import estimate_job
+from weft.planner.job_estimate import estimate_job
 from weft.planner.make_plan import start_plan
 from weft.planner.search.candidates import Layouts
 from weft.planner.search.frontier import TIME_TOLERANCE

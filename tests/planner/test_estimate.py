@@ -16,14 +16,14 @@ from weft.job.load import load_job
 from weft.job.schema import Job
 from weft.job.shapes import SHAPES, resolve
 from weft.planner.calibration import Calibration, calibration_names, load_calibration
-from weft.planner.estimate import estimate_job
+from weft.planner.job_estimate import estimate_job
 from weft.planner.make_plan import make_plan
 from weft.planner.memory.framework_memory import framework_memory
 from weft.planner.model.cluster_facts import ClusterFacts, Level, cluster_facts
 from weft.planner.model.counts import count_parameters, flops_per_sample
 from weft.planner.model.model_facts import ModelFacts, model_facts
 from weft.planner.model.parameters import stage_weights
-from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES, make_schedule
+from weft.planner.schedules.known_schedules import SCHEDULE_NAMES, SCHEDULES, make_schedule
 from weft.planner.schedules.simulate import Costs, simulate
 from weft.planner.search.candidates import Layouts
 from weft.planner.time.pipeline import stage_layers, step_time

@@ -22,7 +22,7 @@ from weft.job.schema import Job
 from weft.job.shapes import resolve
 from weft.launch.import_run import import_run
 from weft.launch.rank_pool import RankPool
-from weft.pretrained.registry import PRETRAINED
+from weft.pretrained.family_entry import PRETRAINED
 from weft.training.export import ExportOptions, export_run, newest
 
 TOKENS = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))

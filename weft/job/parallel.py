@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from weft.job.registry import NameIn, Registry
 from weft.job.section import Section, limits
 
-PIPELINE_SCHEDULES: Registry[Any] = Registry("parallel.schedule", "weft.planner.schedules.registry")
+PIPELINE_SCHEDULES: Registry[Any] = Registry("parallel.schedule", "weft.planner.schedules.known_schedules")
 
 MAX_DEGREE = 10**9
 

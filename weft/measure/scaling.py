@@ -11,7 +11,7 @@ from weft.hardware.probe import probe
 from weft.job.errors import JobError, MachineError
 from weft.job.schema import Job
 from weft.measure.short_run import short_run
-from weft.planner.estimate import estimate_job
+from weft.planner.job_estimate import estimate_job
 from weft.planner.make_plan import make_plan
 from weft.watch.journal import read_metrics
 

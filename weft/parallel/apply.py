@@ -50,7 +50,7 @@ from weft.parallel.towers.tower_call import TowerCall
 from weft.parallel.towers.tower_model import TowerModel
 from weft.parallel.units import aliases_of, find_units, materialise, members, same_everywhere
 from weft.planner.plan import Plan
-from weft.planner.schedules.registry import make_schedule
+from weft.planner.schedules.known_schedules import make_schedule
 from weft.precision import COMPUTE_DTYPES
 
 

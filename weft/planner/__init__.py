@@ -2,6 +2,6 @@
 
 from weft.planner.make_plan import check_fits, make_plan, plan
 from weft.planner.plan import AXES, Plan
-from weft.planner.rules.table import RUNNABLE, check
+from weft.planner.rules.known_rules import RUNNABLE, check
 
 __all__ = ["AXES", "RUNNABLE", "Plan", "check", "check_fits", "make_plan", "plan"]

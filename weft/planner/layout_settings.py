@@ -14,7 +14,7 @@ from weft.planner.memory.layout_group import chunk_tokens, host_gib
 from weft.planner.memory.stage_blocks import split_blocks
 from weft.planner.plan import AXES, Plan
 from weft.planner.rules.arithmetic import asked_ranks, divisors
-from weft.planner.schedules.registry import SCHEDULES, check_schedule
+from weft.planner.schedules.known_schedules import SCHEDULES, check_schedule
 from weft.planner.search.candidates import Layouts
 from weft.planner.search.space import MAX_MICROBATCH_TOKENS
 from weft.planner.time.context import choose_style, rings

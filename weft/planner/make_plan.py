@@ -39,11 +39,11 @@ from weft.planner.model.cluster_facts import cluster_facts
 from weft.planner.model.reference_rate import peak_flops
 from weft.planner.plan import Plan
 from weft.planner.ranks import backend_of, device_for, device_memory, world_of
-from weft.planner.rules.table import check
-from weft.planner.schedules.registry import check_schedule
+from weft.planner.rules.known_rules import check
+from weft.planner.schedules.known_schedules import check_schedule
+from weft.planner.search.branch_and_bound import LayoutSearch, SearchResult
 from weft.planner.search.candidates import Layouts
 from weft.planner.search.choose import plan_space, search_layout
-from weft.planner.search.search import LayoutSearch, SearchResult
 from weft.planner.sync import default_layout
 from weft.planner.table_placement import with_tables
 from weft.planner.time.buckets import bucket_mb

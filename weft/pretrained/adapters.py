@@ -14,7 +14,7 @@ from weft.job.model_parts.lora import Lora
 from weft.job.schema import Model
 from weft.models.build_model import build_model
 from weft.pretrained.config import write_config
-from weft.pretrained.registry import family_of
+from weft.pretrained.family_entry import family_of
 from weft.pretrained.tensor_forms import FORMS, FileTensor, file_tensors, named_shapes
 from weft.pretrained.writer import save_tensors, write_json, write_shards
 

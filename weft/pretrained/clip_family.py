@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from weft.job.model_parts.encoder_towers import TowerName, TowerShape
 from weft.job.schema import Model
 from weft.pretrained.config_fields import Config, Fields, Only, SizeKey, Without
+from weft.pretrained.family_entry import Fused, PretrainedFamily
 from weft.pretrained.family_parts import PLAIN, Names
-from weft.pretrained.registry import Fused, PretrainedFamily
 
 _SECTIONS: dict[TowerName, str] = {"image": "vision_config", "text": "text_config"}
 _DEFAULTS: dict[TowerName, dict[str, int]] = {

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from weft.job.schema import Model
 from weft.pretrained.config_fields import Choice, Config, Fields, Fixed, Key, Only, SizeKey, Without
+from weft.pretrained.family_entry import PretrainedFamily
 from weft.pretrained.family_parts import PLAIN, SIZES, Names
-from weft.pretrained.registry import PretrainedFamily
 
 
 @dataclass(frozen=True)

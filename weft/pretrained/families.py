@@ -17,6 +17,7 @@ from weft.pretrained.config_fields import (
     Without,
 )
 from weft.pretrained.encoder_families import ENCODER_FAMILIES
+from weft.pretrained.family_entry import PRETRAINED, PretrainedFamily
 from weft.pretrained.family_parts import (
     ATTENTION,
     BOTH_NORMS,
@@ -44,7 +45,6 @@ from weft.pretrained.family_parts import (
     llama_like,
 )
 from weft.pretrained.image_families import IMAGE_FAMILIES
-from weft.pretrained.registry import PRETRAINED, PretrainedFamily
 from weft.pretrained.rope_config import LatentRope, LocalRope, OriginalLength, Rope
 
 

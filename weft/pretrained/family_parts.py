@@ -15,7 +15,7 @@ from weft.pretrained.config_fields import (
     Only,
     SizeKey,
 )
-from weft.pretrained.registry import Fused
+from weft.pretrained.family_entry import Fused
 
 Names = dict[str, str | Fused]
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}

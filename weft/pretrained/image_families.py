@@ -9,8 +9,8 @@ from weft.job.errors import JobError
 from weft.job.schema import Model
 from weft.pretrained.config_fields import Choice, Config, Fields, Fixed, HeadWidth, Key, SizeKey, Without
 from weft.pretrained.encoder_families import Labels
+from weft.pretrained.family_entry import Fused, PretrainedFamily
 from weft.pretrained.family_parts import PLAIN, Names
-from weft.pretrained.registry import Fused, PretrainedFamily
 
 
 def image_size(model: Model) -> tuple[int, int] | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from weft.job.errors import JobError
 from weft.job.schema import Model
-from weft.pretrained.registry import Fused, PretrainedFamily
+from weft.pretrained.family_entry import Fused, PretrainedFamily
 
 Shape = tuple[int, ...]
 

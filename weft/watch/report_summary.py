@@ -13,7 +13,7 @@ from typing import Any
 
 from weft.hardware.catalog import find_device
 from weft.job.errors import JobError
-from weft.planner.estimate import POWER_SHARE
+from weft.planner.job_estimate import POWER_SHARE
 from weft.watch.figures.figure import Record, column, number
 from weft.watch.figures.steps import validation
 from weft.watch.progress import duration, human

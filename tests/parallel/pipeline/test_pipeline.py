@@ -18,7 +18,7 @@ from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
 from weft.planner import make_plan
 from weft.planner.rules.layout_syntax import ranks
-from weft.planner.schedules.registry import SCHEDULES
+from weft.planner.schedules.known_schedules import SCHEDULES
 from weft.verify.prove import prove, with_layout
 
 # tied weights on the first and last stage, dropout, and layers that no number of stages divides

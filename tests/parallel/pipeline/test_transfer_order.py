@@ -21,7 +21,7 @@ from weft.comm.meter import Meter
 from weft.parallel.pipeline import messages
 from weft.parallel.pipeline.messages import Message, StageLinks, sent_by, transfer_order, transfers_of
 from weft.planner.schedules.actions import Action, Schedule
-from weft.planner.schedules.registry import SCHEDULES, make_schedule
+from weft.planner.schedules.known_schedules import SCHEDULES, make_schedule
 
 
 class Op(NamedTuple):

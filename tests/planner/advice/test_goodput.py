@@ -16,12 +16,12 @@ from weft.job.errors import JobError
 from weft.job.load import dump_yaml
 from weft.job.schema import Failures
 from weft.job.shapes import resolve
-from weft.planner.advice.compare import compare_offers
 from weft.planner.advice.goodput import best_interval, expected, goodput
 from weft.planner.advice.history import read_history
+from weft.planner.advice.hyperparameters import tune
 from weft.planner.advice.mixed_devices import mixed
+from weft.planner.advice.offers import compare_offers
 from weft.planner.advice.pinned_job import tuned_job, write_job
-from weft.planner.advice.tune import tune
 from weft.planner.calibration import load_calibration
 from weft.planner.make_plan import make_plan, start_plan
 

@@ -8,7 +8,7 @@ import pytest
 
 from weft.job import parse_job
 from weft.planner import make_plan
-from weft.planner.estimate import estimate_job
+from weft.planner.job_estimate import estimate_job
 from weft.planner.memory.peak_walk import PARTS
 
 LLAMA: dict[str, Any] = {"family": "llama", "dim": 2048, "layers": 16, "heads": 16, "ffn": 5632, "vocab": 32000}

@@ -9,7 +9,7 @@ from weft.job import parse_job
 from weft.job.errors import JobError
 from weft.planner.plan import Plan
 from weft.planner.schedules.gantt import gantt_svg, gantt_text
-from weft.planner.schedules.registry import SCHEDULES, make_schedule
+from weft.planner.schedules.known_schedules import SCHEDULES, make_schedule
 from weft.planner.schedules.simulate import Costs, Span, Timeline, equal_costs, simulate
 from weft.planner.schedules.stage_costs import simulated
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from weft.job.errors import JobError
 from weft.planner.schedules.actions import Action, Schedule, validate
-from weft.planner.schedules.registry import SCHEDULES, check_schedule, make_schedule
+from weft.planner.schedules.known_schedules import SCHEDULES, check_schedule, make_schedule
 from weft.planner.schedules.simulate import Costs, Timeline, equal_costs, simulate
 
 RANKS = st.integers(1, 8)

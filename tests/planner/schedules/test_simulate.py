@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from weft.job.errors import JobError
 from weft.planner.schedules.actions import messages
-from weft.planner.schedules.registry import make_schedule
+from weft.planner.schedules.known_schedules import make_schedule
 from weft.planner.schedules.simulate import Costs, equal_costs, simulate
 from weft.planner.schedules.stage_split import split_layers, split_stages
 

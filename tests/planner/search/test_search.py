@@ -16,9 +16,9 @@ from weft.planner.make_plan import make_plan, pick_layout, start_plan
 from weft.planner.memory.layout_group import SPLITS
 from weft.planner.plan import Plan
 from weft.planner.rules.tensor_rules import heads_fit
+from weft.planner.search.branch_and_bound import find_layouts
 from weft.planner.search.candidates import RECOMPUTES, Layouts
 from weft.planner.search.frontier import TIME_TOLERANCE
-from weft.planner.search.search import find_layouts
 from weft.planner.search.space import all_layouts, coarse, count, job_space
 from weft.planner.search.survey import survey
 

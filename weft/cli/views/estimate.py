@@ -8,7 +8,7 @@ from pathlib import Path
 from weft.job.errors import JobError
 from weft.job.load import load_job
 from weft.planner.calibration import load_calibration
-from weft.planner.estimate import estimate_job, show_estimate
+from weft.planner.job_estimate import estimate_job, show_estimate
 from weft.planner.make_plan import make_plan
 from weft.planner.published.score import score_table, show_table
 

@@ -10,12 +10,12 @@ from typing import Any
 from weft.cli.views import plan_tables as tables
 from weft.job.errors import FitError, JobError
 from weft.job.schema import Job
-from weft.planner.advice.compare import compare_offers
 from weft.planner.advice.fitting_changes import changes
 from weft.planner.advice.history import read_history
+from weft.planner.advice.hyperparameters import token_budget, tune
 from weft.planner.advice.mixed_devices import mixed
+from weft.planner.advice.offers import compare_offers
 from weft.planner.advice.pinned_job import pinned_job, tuned_job
-from weft.planner.advice.tune import token_budget, tune
 from weft.planner.advice.why_not import why_not
 from weft.planner.calibration import Calibration
 from weft.planner.describe import describe_plan, draw_schedule

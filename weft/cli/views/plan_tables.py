@@ -9,11 +9,11 @@ from pathlib import Path
 
 import psutil
 
-from weft.planner.advice.compare import Offer
 from weft.planner.advice.fitting_changes import Change
 from weft.planner.advice.history import History
+from weft.planner.advice.hyperparameters import TunedSetting
 from weft.planner.advice.mixed_devices import Mixed
-from weft.planner.advice.tune import TunedSetting
+from weft.planner.advice.offers import Offer
 from weft.planner.advice.why import TIME_WORDS
 from weft.planner.number_format import amount, counted, duration, gib, human_count, seconds
 from weft.planner.search.survey import Point, Survey

@@ -1,7 +1,7 @@
 """Pipeline parallelism: an executor that follows a schedule's list of actions, and the messages between stages.
 
-The lists come from planner/schedules/registry.py, and the simulator reads the same ones. Each stage may be cut over tp
-and dp_shard and replicated over dp_replicate.
+The lists come from planner/schedules/known_schedules.py, and the simulator reads the same ones. Each stage may be cut
+over tp and dp_shard and replicated over dp_replicate.
 """
 
 from __future__ import annotations

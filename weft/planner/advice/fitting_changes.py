@@ -14,8 +14,8 @@ from weft.planner.calibration import Calibration
 from weft.planner.estimator import make_estimator
 from weft.planner.make_plan import PlanStart, complete_plan, start_plan
 from weft.planner.own_calibration import own_calibration
+from weft.planner.search.branch_and_bound import LayoutSearch
 from weft.planner.search.choose import keep_pinned, plan_space
-from weft.planner.search.search import LayoutSearch
 from weft.planner.search.survey import run_cost
 
 Idea = tuple[str, Job]

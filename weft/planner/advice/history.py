@@ -14,7 +14,7 @@ from weft.job.load import load_job
 from weft.job.run_folder import RunDir
 from weft.job.shapes import resolve
 from weft.planner.calibration import Calibration
-from weft.planner.estimate import estimate_job
+from weft.planner.job_estimate import estimate_job
 from weft.planner.plan import Plan
 
 FASTER = ("matmul", "attention", "link", "network")

@@ -19,8 +19,8 @@ from weft.planner.calibration import Calibration
 from weft.planner.estimator import make_estimator
 from weft.planner.make_plan import PlanStart, start_plan
 from weft.planner.model.cluster_facts import UNKNOWN_TFLOPS
+from weft.planner.search.branch_and_bound import LayoutSearch, SearchResult
 from weft.planner.search.choose import plan_space
-from weft.planner.search.search import LayoutSearch, SearchResult
 
 ROUNDS = 6
 """Iterations in which the shares are updated from the measured speeds."""

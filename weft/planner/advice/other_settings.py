@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from weft.planner.search.branch_and_bound import LayoutSearch, SearchResult
 from weft.planner.search.candidates import Layouts
-from weft.planner.search.search import LayoutSearch, SearchResult
 
 SETTINGS = (
     ("precision", "precision", "fp8"), ("precision", "precision", "fp16"), ("compression", "comm.compression", "bf16"),

@@ -11,7 +11,7 @@ import yaml
 from weft.job.errors import check_output_file
 from weft.job.load import parse_job
 from weft.job.schema import Job
-from weft.planner.advice.tune import TunedSetting
+from weft.planner.advice.hyperparameters import TunedSetting
 from weft.planner.plan import Plan
 
 PINNED = ("dp_replicate", "dp_shard", "zero", "tp", "sequence", "cp", "cp_style", "pp", "ep")

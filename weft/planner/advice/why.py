@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from weft.planner.number_format import gib, gib_difference, percent, relative_difference, seconds
-from weft.planner.schedules.registry import SCHEDULE_NAMES
+from weft.planner.schedules.known_schedules import SCHEDULE_NAMES
+from weft.planner.search.branch_and_bound import LayoutSearch, SearchResult
 from weft.planner.search.candidates import RECOMPUTES, Layouts
 from weft.planner.search.frontier import TIME_TOLERANCE, complexity
-from weft.planner.search.search import LayoutSearch, SearchResult
 from weft.planner.time.step import Estimates
 
 AXES = ("pp", "tp", "cp", "ep")

@@ -14,11 +14,11 @@ from weft.planner.advice.why import TIME_WORDS, slower_or_faster
 from weft.planner.number_format import counted, gib, gib_difference, relative_difference, seconds
 from weft.planner.plan import AXES
 from weft.planner.rules.arithmetic import divisors, either
+from weft.planner.rules.known_rules import TP_RULES
 from weft.planner.rules.layout_syntax import parse_layout
-from weft.planner.rules.table import TP_RULES
-from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES, check_schedule
+from weft.planner.schedules.known_schedules import SCHEDULE_NAMES, SCHEDULES, check_schedule
+from weft.planner.search.branch_and_bound import LayoutSearch
 from weft.planner.search.candidates import Layouts
-from weft.planner.search.search import LayoutSearch
 from weft.planner.search.space import job_space
 from weft.planner.search.survey import Survey
 

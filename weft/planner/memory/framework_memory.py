@@ -14,7 +14,7 @@ from weft.job.compression import COMPRESSORS
 from weft.planner.calibration import Calibration
 from weft.planner.memory.peak_walk import PARTS
 from weft.planner.model.model_facts import ModelFacts, Size
-from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
+from weft.planner.schedules.known_schedules import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts
 from weft.planner.time.compression import residual_bytes
 from weft.planner.time.pipeline import stage_layers

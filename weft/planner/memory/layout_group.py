@@ -26,7 +26,7 @@ from weft.planner.memory.step_trace import Regime, Stage, StepTrace, Unit
 from weft.planner.memory.unit_passes import Passes, PassTables
 from weft.planner.model.model_facts import Size
 from weft.planner.rules.context_rules import attends, needs_whole_sequence
-from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
+from weft.planner.schedules.known_schedules import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.search.candidates import OFFLOADS, Layouts, distinct
 from weft.planner.search.space import MAX_MICROBATCH_TOKENS
 from weft.planner.time.compression import residual_bytes

@@ -10,7 +10,7 @@ import numpy as np
 from weft.planner.engine_constants import WEIGHT_UNITS
 from weft.planner.memory.stage_blocks import BlockCounts
 from weft.planner.model.model_facts import Size
-from weft.planner.schedules.registry import SCHEDULE_NAMES
+from weft.planner.schedules.known_schedules import SCHEDULE_NAMES
 from weft.planner.search.candidates import Layouts
 
 

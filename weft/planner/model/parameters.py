@@ -9,7 +9,7 @@ from weft.job.optim import WeightShard
 from weft.job.schema import Model
 from weft.planner.model.weight_table import Weight, weights_of
 from weft.planner.plan import Plan
-from weft.planner.schedules.registry import make_schedule
+from weft.planner.schedules.known_schedules import make_schedule
 
 
 @dataclass(frozen=True)

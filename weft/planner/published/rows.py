@@ -15,7 +15,7 @@ from weft.job.errors import JobError
 from weft.planner.model.cluster_facts import ClusterFacts, default_network, make_cluster
 from weft.planner.model.model_facts import ModelFacts
 from weft.planner.published.known_models import known_model
-from weft.planner.schedules.registry import SCHEDULE_NAMES
+from weft.planner.schedules.known_schedules import SCHEDULE_NAMES
 from weft.planner.search.candidates import PRECISIONS, RECOMPUTES
 
 REQUIRED_COLUMNS = ("layers", "hidden", "seq_len", "gpu", "gpus")

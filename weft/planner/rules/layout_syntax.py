@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from weft.job.errors import JobError
-from weft.planner.schedules.registry import SCHEDULES
+from weft.planner.schedules.known_schedules import SCHEDULES
 
 ALIASES: dict[str, dict[str, Any]] = {
     "ddp": {"dp_replicate": 2},

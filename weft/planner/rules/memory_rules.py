@@ -7,7 +7,7 @@ import os
 from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.planner.rules.context_rules import attends
-from weft.planner.schedules.registry import splits_backward
+from weft.planner.schedules.known_schedules import splits_backward
 
 
 def offload_rule(job: Job, plan: Plan) -> str | None:

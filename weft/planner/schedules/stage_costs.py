@@ -7,7 +7,7 @@ from weft.job.schema import Job
 from weft.planner.model.counts import part_costs
 from weft.planner.plan import Plan
 from weft.planner.rules.arithmetic import divisors
-from weft.planner.schedules.registry import make_schedule
+from weft.planner.schedules.known_schedules import make_schedule
 from weft.planner.schedules.simulate import Costs, Timeline, simulate
 
 BACKWARD = 2.0

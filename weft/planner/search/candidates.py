@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from weft.job.compression import COMPRESSORS
 from weft.planner.plan import Plan
-from weft.planner.schedules.registry import LAST_STAGE_ON_FIRST_RANK, SCHEDULE_NAMES, resolve_name
+from weft.planner.schedules.known_schedules import LAST_STAGE_ON_FIRST_RANK, SCHEDULE_NAMES, resolve_name
 
 IntArray = NDArray[np.int64]
 

@@ -9,8 +9,8 @@ from weft.planner.advice.why import reasons
 from weft.planner.estimator import Estimator
 from weft.planner.plan import Plan
 from weft.planner.rules.arithmetic import divisors
-from weft.planner.schedules.registry import resolve_name
-from weft.planner.search.search import LayoutSearch, SearchResult
+from weft.planner.schedules.known_schedules import resolve_name
+from weft.planner.search.branch_and_bound import LayoutSearch, SearchResult
 from weft.planner.search.space import Space, job_space
 
 

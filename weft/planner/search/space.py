@@ -14,7 +14,7 @@ from weft.job.schema import Job
 from weft.planner.rules.arithmetic import divisors
 from weft.planner.rules.context_rules import needs_whole_sequence
 from weft.planner.rules.tensor_rules import heads_fit
-from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
+from weft.planner.schedules.known_schedules import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.search.candidates import (
     CP_STYLES,
     OFFLOADS,
@@ -125,7 +125,7 @@ def job_space(job: Job, world: int, precision: str, recompute: Iterable[str] = R
         or job.memory.chunk not in ("auto", 0)
         or job.memory.recompute == "selective"
     ):
-        # these pass once through a block's backward, so a schedule that splits it is no choice (planner/rules/table.py)
+        # these pass once through a block's backward, so schedules that split it are refused (planner/rules/)
         fixed["schedules"] = tuple((name, stages) for name, stages in _PIPELINES if not SCHEDULES[name].splits_backward)
     return Space(
         **share, parts=parts, tp_parts=-(-layers // 2) if model.is_stack else None, tp=tuple(tp), cp=tuple(cp),

@@ -14,15 +14,15 @@ from weft.planner.advice.goodput import Goodput, goodput
 from weft.planner.advice.other_settings import Gain, gains_of_other_settings
 from weft.planner.advice.why import compare, reasons
 from weft.planner.calibration import Calibration
-from weft.planner.estimate import POWER_OVERHEAD, POWER_SHARE, estimate_job
 from weft.planner.estimator import make_estimator
+from weft.planner.job_estimate import POWER_OVERHEAD, POWER_SHARE, estimate_job
 from weft.planner.make_plan import PlanStart, complete_or_advise, complete_plan
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
-from weft.planner.rules.table import RUNNABLE
+from weft.planner.rules.known_rules import RUNNABLE
+from weft.planner.search.branch_and_bound import LayoutSearch, SearchResult
 from weft.planner.search.candidates import Layouts
 from weft.planner.search.choose import keep_pinned, plan_space
-from weft.planner.search.search import LayoutSearch, SearchResult
 from weft.planner.time.step import Estimates
 
 NODE_FRACTIONS = (1, 2, 4, 8)

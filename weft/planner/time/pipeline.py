@@ -6,7 +6,7 @@ import numpy as np
 
 from weft.planner.model.model_facts import Size
 from weft.planner.schedules.entry import Shares
-from weft.planner.schedules.registry import SCHEDULE_NAMES, SCHEDULES
+from weft.planner.schedules.known_schedules import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.search.candidates import Layouts
 
 

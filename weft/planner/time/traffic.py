@@ -28,7 +28,7 @@ from weft.planner.model.parameters import (
 from weft.planner.model.weight_table import Weight
 from weft.planner.plan import AXES, Plan
 from weft.planner.schedules.actions import Schedule
-from weft.planner.schedules.registry import make_schedule
+from weft.planner.schedules.known_schedules import make_schedule
 from weft.planner.sync import exchange_bytes, one_replica
 from weft.planner.time.compression import replica_bytes, shard_bytes
 from weft.planner.time.compression_warmup import age, age_ranges

@@ -15,7 +15,7 @@ from weft.checkpoint.writer import write_file, write_index_file
 from weft.job.errors import JobError
 from weft.job.schema import Model
 from weft.models.build_model import build_model
-from weft.pretrained.registry import PretrainedFamily
+from weft.pretrained.family_entry import PretrainedFamily
 from weft.pretrained.tensor_forms import FORMS, FileTensor, TensorPart, file_tensors, named_shapes
 from weft.pretrained.writer import convert_tensors, write_json
 from weft.training.interchange.foreign_weights import DESCRIPTION

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from weft.job.errors import JobError
 from weft.job.schema import Model
 from weft.pretrained.config import write_config
-from weft.pretrained.registry import PRETRAINED, Fused, PretrainedFamily
+from weft.pretrained.family_entry import PRETRAINED, Fused, PretrainedFamily
 
 _BLOCK = "blocks.{i}"
 _TITAN, _MEGATRON = "layers.{i}", "decoder.layers.{i}"

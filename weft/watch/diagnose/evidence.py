@@ -16,7 +16,7 @@ from weft.job.errors import WeftError
 from weft.job.load import read_job
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
-from weft.planner.estimate import estimate_job
+from weft.planner.job_estimate import estimate_job
 from weft.planner.plan import Plan
 from weft.watch.journal import read_jsonl, read_metrics
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from weft.job.load import parse_job
 from weft.planner.plan import Plan
-from weft.planner.schedules.registry import make_schedule
+from weft.planner.schedules.known_schedules import make_schedule
 from weft.planner.schedules.simulate import simulate
 from weft.planner.schedules.stage_costs import stage_costs
 from weft.planner.search.candidates import NEAREST_FIRST

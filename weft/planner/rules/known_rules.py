@@ -12,12 +12,12 @@ from weft.planner.rules.batch_rules import batch_rule, drop_last_rule, metrics_r
 from weft.planner.rules.communication_rules import allreduce_rule, compressed_experts_rule, encryption_rule, mpi_rule
 from weft.planner.rules.context_rules import cp_style_rule, sequence_rule, window_rule
 from weft.planner.rules.data_rules import growing_rule, tasks_rule
+from weft.planner.rules.embedding_rules import tables_rule
 from weft.planner.rules.expert_rules import experts_rule
 from weft.planner.rules.fp8_rules import fp8_rule
 from weft.planner.rules.memory_rules import activations_rule, offload_rule, recompute_rule, tiers_rule
 from weft.planner.rules.optimizer_rules import layer_decay_rule, lr_scaling_rule
 from weft.planner.rules.pipeline_rules import pipeline_rule
-from weft.planner.rules.table_rules import tables_rule
 from weft.planner.rules.tensor_rules import heads_rule, padding_rule, width_rule
 from weft.planner.rules.tower_rules import retrieval_rule, towers_rule
 from weft.planner.sync import sync_rule

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from weft.planner.estimator import Estimator
 from weft.planner.memory.layout_group import SPLITS
 from weft.planner.model.model_facts import ModelFacts
-from weft.planner.schedules.registry import SCHEDULE_NAMES
+from weft.planner.schedules.known_schedules import SCHEDULE_NAMES
 from weft.planner.search.candidates import RECOMPUTES, IntArray, Layouts
 from weft.planner.search.frontier import BestLayouts, degrees
 from weft.planner.search.space import Columns, Space, coarse, count, expand, layouts_of

@@ -12,13 +12,13 @@ from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.planner.advice.goodput import goodput
 from weft.planner.calibration import Calibration
-from weft.planner.estimate import POWER_OVERHEAD, POWER_SHARE
 from weft.planner.estimator import make_estimator
+from weft.planner.job_estimate import POWER_OVERHEAD, POWER_SHARE
 from weft.planner.make_plan import PlanStart, start_plan
 from weft.planner.model.counts import count_parameters
 from weft.planner.own_calibration import own_calibration
+from weft.planner.search.branch_and_bound import LayoutSearch
 from weft.planner.search.choose import plan_space
-from weft.planner.search.search import LayoutSearch
 
 SPOT_PREEMPTIONS_PER_DAY = 0.2
 """Preemptions of a spot node per day, if the job does not set cluster.failures.preemptions_per_day."""
