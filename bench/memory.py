@@ -3,8 +3,8 @@
     python bench/memory.py [--models llama gpt2 …] [--precision fp32 bf16] [--recompute none full] [--json]
     python bench/memory.py --models experts --layouts 1 tp2 'dp_shard=4 ep=2' 'tp2 ep2' 'pp2 dp_shard=2 ep=2'
 
-Every rank is a process that builds its part of the model and takes a real step under a meter (weft/memory/tracer.py)
-that counts the bytes of live tensors, not the pages of the process. The table has the fullest rank of each layout.
+Every rank is a process that builds its part of the model and takes a real step under weft/memory/tensor_tracer.py,
+which counts the bytes of live tensors, not the pages of the process. The table has the fullest rank of each layout.
 """
 
 from __future__ import annotations

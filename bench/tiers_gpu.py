@@ -242,7 +242,7 @@ def links(name: str, steps: int) -> dict[str, Any]:
     """GB/s between host and device with persistent streams and page-locked memory."""
     import torch
 
-    from weft.memory.copies import StreamCopies
+    from weft.memory.host_copies import StreamCopies
     from weft.memory.host_memory import allocate_host
 
     device, size = torch.device("cuda"), 1 << 30

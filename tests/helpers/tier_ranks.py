@@ -15,9 +15,9 @@ from weft.comm.shards import like, local_of, shard_of
 from weft.data.dataset import open_dataset
 from weft.data.loader import Loader
 from weft.job.schema import Job
-from weft.memory.copies import Event, Pair, ThreadCopies
+from weft.memory.host_copies import Event, Pair, ThreadCopies
 from weft.mesh import Mesh, connect
-from weft.optim import streamed
+from weft.optim import streamed_optimizer as streamed
 from weft.planner import Plan, make_plan
 from weft.training.build import build_state
 from weft.training.state import State

@@ -1,4 +1,4 @@
-"""The private torch names of weft/memory/tracer_internals.py still exist and behave as the tensor tracer needs."""
+"""The private torch names of weft/memory/tensor_tracer_internals.py still exist and behave as the tracer needs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from weft.memory import tracer_internals as internals
+from weft.memory import tensor_tracer_internals as internals
 
 ONE = torch.ones(1)
-MOVED = "adapt weft/memory/tracer_internals.py"
+MOVED = "adapt weft/memory/tensor_tracer_internals.py"
 
 
 def test_resizes_are_reported_and_the_patch_is_undone() -> None:

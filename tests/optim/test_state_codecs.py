@@ -25,7 +25,7 @@ from weft.optim.state_codecs import (
     round_to_24_bits_,
     rounding_of,
 )
-from weft.optim.streamed import StreamedOptimizers
+from weft.optim.streamed_optimizer import StreamedOptimizers
 from weft.planner import check_fits, make_plan
 
 CODECS = {"bf16": BF16, "signed": EIGHT_BITS["signed"], "unsigned": EIGHT_BITS["unsigned"]}

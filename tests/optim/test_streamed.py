@@ -22,7 +22,7 @@ from weft.memory.host_memory import allocate_host
 from weft.memory.split_master import join, split_
 from weft.mesh import connect
 from weft.optim.pieces import assign_homes, cut_slices
-from weft.optim.streamed import StreamedOptimizers
+from weft.optim.streamed_optimizer import StreamedOptimizers
 from weft.planner import make_plan
 
 CASES: dict[str, tuple[str, ...]] = {
@@ -84,13 +84,13 @@ def test_weights_and_gradients_elsewhere_change_no_bit(settings: tuple[str, ...]
     here = sum(t.untyped_storage().nbytes() for unit in weights.units.values() for t in unit.here.values())
     assert here == sizes[4] + sizes[0]
     assert optimizers.gradients is not None
-    size = sum(t.numel() * t.element_size() for t in optimizers.gradients.home.values())
+    size = sum(t.numel() * t.element_size() for t in optimizers.gradients.host.values())
     assert size == sum(sizes)
     assert {key[1:]: moved // size for key, moved in optimizers.moved.items() if key[0] == "gradients" and moved} == {
         ("device", "host", "backward"): passes, ("host", "device", "forward"): 1, ("host", "device", "settle"): 1,
         **({("host", "device", "backward"): passes - 3} if passes > 3 else {}),
     }  # fmt: skip
-    assert all(leaf.grad is None for n, leaf in optimizers.grad_params.items() if n in optimizers.gradients.home)
+    assert all(leaf.grad is None for n, leaf in optimizers.grad_params.items() if n in optimizers.gradients.host)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from weft.memory.tracer_internals import fake_tensors
+from weft.memory.tensor_tracer_internals import fake_tensors
 from weft.verify.dryrun_internals import fused_norms, storage_bytes
 
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from weft.checkpoint.save_load import load, save
 from weft.job.errors import JobError
 from weft.mesh import Mesh
-from weft.optim.clip import grad_norm, scale_grads
+from weft.optim.gradient_clip import grad_norm, scale_grads
 from weft.parallel.apply import parallelize
 from weft.parallel.spread_model import SpreadModel
 from weft.planner.plan import Plan

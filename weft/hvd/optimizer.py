@@ -16,7 +16,7 @@ from weft.comm.background import BackgroundWorker
 from weft.hvd.operations import Average, HvdCompression, Sum, joined, size
 from weft.job.compression import parse_compression
 from weft.job.errors import JobError
-from weft.optim.clip import scale_grads
+from weft.optim.gradient_clip import scale_grads
 from weft.parallel.apply import compressor_of
 from weft.parallel.data.data_parallel import Replicas
 

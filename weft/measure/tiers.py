@@ -12,8 +12,8 @@ import torch
 
 from weft.job.errors import MachineError
 from weft.measure.timing import timed
-from weft.memory.copies import make_copies
 from weft.memory.disk_states import DiskFile, is_tmpfs
+from weft.memory.host_copies import make_copies
 from weft.memory.host_memory import allocate_host
 from weft.planner.time.streaming import DISK_READ_GB_S, DISK_WRITE_GB_S, LINK_GB_S
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from weft.job.errors import FitError, MachineError
-from weft.memory.copies import Copies, Event
+from weft.memory.host_copies import Copies, Event
 from weft.memory.host_memory import allocate_host
 
 SECTOR = 4096

@@ -1,4 +1,4 @@
-"""Weights that live in host memory and visit the device unit by unit.
+"""Weights in host memory, copied to the device unit by unit.
 
 A unit's weights are fetched right before its forward pass and again before its backward pass, while the unit before it
 computes, and their device memory is freed when the next unit begins. Memory is freed by resizing the storage, so views
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.shards import local_of
-from weft.memory.copies import Copies, Event, make_copies
+from weft.memory.host_copies import Copies, Event, make_copies
 from weft.memory.host_memory import allocate_host
 
 
@@ -25,7 +25,7 @@ class _UnitWeights:
 
     here: dict[str, Tensor] = field(default_factory=dict)
     """On the device; their storage is empty while the unit is not there."""
-    home: dict[str, Tensor] = field(default_factory=dict)
+    host: dict[str, Tensor] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
     present: bool = False
     arrived: Event | None = None
@@ -36,7 +36,7 @@ class _UnitWeights:
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size() if full else 0)
 
     def bytes(self, names: set[str] | None = None) -> int:
-        return sum(t.numel() * t.element_size() for n, t in self.home.items() if names is None or n in names)
+        return sum(t.numel() * t.element_size() for n, t in self.host.items() if names is None or n in names)
 
 
 class WeightStream:
@@ -63,20 +63,20 @@ class WeightStream:
                 local = weight_data.detach()
             own.here[name] = local.data  # writing to it does not count as a change of the weight for autograd
         shapes = [(tuple(t.shape), t.dtype) for t in own.here.values()]
-        own.home = dict(zip(own.here, allocate_host(shapes, self.device, self), strict=True))
+        own.host = dict(zip(own.here, allocate_host(shapes, self.device, self), strict=True))
         for name, tensor in own.here.items():
-            own.home[name].copy_(tensor)
+            own.host[name].copy_(tensor)
         own.resize(full=False)
         self.units[unit] = own
         self.order.append(unit)
 
     def home(self, name: str) -> Tensor | None:
-        """A weight's values in host memory; None: it lives on the device. Call settle() before."""
-        return next((own.home[name] for own in self.units.values() if name in own.home), None)
+        """A weight's values in host memory, or None if it is on the device. Call settle() before."""
+        return next((own.host[name] for own in self.units.values() if name in own.host), None)
 
     def names(self) -> set[str]:
         """The weights that live in host memory."""
-        return {n for own in self.units.values() for n in own.home}
+        return {n for own in self.units.values() for n in own.host}
 
     def enter(self, unit: str, phase: str, following: str, keep: bool = False) -> None:
         """Have a unit's weights on the device, start to fetch those of the unit that follows, and free the others.
@@ -114,10 +114,10 @@ class WeightStream:
             self.enter(unit, "backward", self._neighbour(unit, 1 if unit == self.order[0] else -1))
 
     def changed(self, unit: str, phase: str) -> None:
-        """Copy a unit's updated weights home."""
+        """Copy a unit's updated weights to host memory."""
         if (own := self.units.get(unit)) is None:
             return
-        pairs = [(own.home[n], tensor) for n, tensor in own.here.items() if n in own.trained]
+        pairs = [(own.host[n], tensor) for n, tensor in own.here.items() if n in own.trained]
         own.stored = self.copies.store(pairs, [self.copies.mark()])
         self.moved[self.kind, "device", "host", phase] += own.bytes(own.trained)
 
@@ -125,7 +125,7 @@ class WeightStream:
         # allocated on the compute stream: the copy waits for what was queued there before
         own.resize(full=True)
         after = [self.copies.mark()] + ([] if own.stored is None else [own.stored])
-        own.arrived = self.copies.fetch([(tensor, own.home[n]) for n, tensor in own.here.items()], after)
+        own.arrived = self.copies.fetch([(tensor, own.host[n]) for n, tensor in own.here.items()], after)
         own.present, own.stored = True, None
         self.moved[self.kind, "host", "device", phase] += own.bytes()
 
@@ -137,13 +137,13 @@ class WeightStream:
         own.present, own.arrived = False, None
 
     def settle(self) -> None:
-        """Wait until updated weights are at home."""
+        """Wait until updated weights are in host memory."""
         for own in self.units.values():
             if own.stored is not None:
                 self.copies.finish(own.stored)
 
     def drop(self) -> None:
-        """Free all weights on the device: those at home have changed."""
+        """Free all weights on the device: those in host memory have changed."""
         self.settle()
         for own in self.units.values():
             if own.present:

@@ -16,7 +16,7 @@ from weft.job.schema import Optim
 from weft.memory.split_master import copy_rounded, hollow, join, split_
 from weft.mesh import Mesh
 from weft.optim.adamw import AdamW
-from weft.optim.clip import scale_grads
+from weft.optim.gradient_clip import scale_grads
 
 Params = dict[str, Tensor]
 Groups = list[dict[str, Any]]

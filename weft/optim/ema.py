@@ -13,7 +13,7 @@ class Ema:
     """Follows the master weights: average ← decay · average + (1 − decay) · master after every step. Off at decay 0."""
 
     def __init__(self, master_params: dict[str, Tensor], decay: float, fill: bool = True):
-        """Without `fill` the averages get their memory and values later (optim/state_homes.py)."""
+        """Without `fill` the averages get their memory and values later (optim/state_storage.py)."""
         self.decay = decay
         self.master_params = master_params
         copied = (
@@ -21,7 +21,7 @@ class Ema:
         )  # of shards: cloning a DTensor first derives its sharding, 3 ms each
         self.averages = {n: like(local_of(m.detach()).clone(), m) if fill else m.detach() for n, m in copied}
         self.deferred = False
-        """Whether the optimizer updates the averages, each with its weight (optim/streamed.py)."""
+        """Whether the optimizer updates the averages, each with its weight (optim/streamed_optimizer.py)."""
 
     @torch.no_grad()
     def update(self, taken: Tensor | None = None) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from weft.comm.shards import local_of, shard_of
 from weft.job.schema import Optim
 from weft.mesh import Mesh
-from weft.optim.clip import zero_if_skipped
+from weft.optim.gradient_clip import zero_if_skipped
 from weft.optim.replicas import Source
 from weft.planner.engine_constants import MUON_ITERATIONS
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from weft.memory.copies import Copies, Event
 from weft.memory.disk_states import DiskStates
+from weft.memory.host_copies import Copies, Event
 from weft.memory.host_memory import padded
 from weft.optim.pieces import Piece
 from weft.planner.engine_constants import STREAM_SLOTS

@@ -19,15 +19,15 @@ from weft.data.loader import Loader
 from weft.job.errors import MachineError, WeftError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
-from weft.memory.tracer import Tracer
-from weft.memory.tracer_internals import fake_tensors
+from weft.memory.tensor_tracer import Tracer
+from weft.memory.tensor_tracer_internals import fake_tensors
 from weft.mesh import Mesh, ranks_of_a_node
 from weft.models.build_model import build_model, loss_sum
 from weft.models.user.module import given_parameters
 from weft.optim.build_optimizers import Optimizers, build_optimizers
 from weft.optim.ema import Ema
 from weft.optim.layer_rates import layer_rates
-from weft.optim.streamed import StreamedOptimizers, Tiering
+from weft.optim.streamed_optimizer import StreamedOptimizers, Tiering
 from weft.parallel.apply import parallelize
 from weft.parallel.data.data_parallel import Replicas
 from weft.parallel.data.late_sums import PredictedSums

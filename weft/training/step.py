@@ -18,7 +18,7 @@ from weft.models.user.eval_metrics import EvalMetrics
 from weft.models.user.module import call_module, passes_on, sample_axes, without_padding
 from weft.models.user.named_losses import losses_of, task_loss
 from weft.models.user.task_losses import TaskLosses, task_samples
-from weft.optim.clip import grad_norm
+from weft.optim.gradient_clip import grad_norm
 from weft.optim.schedule import learning_rate
 from weft.parallel.context.sequence_split import SequenceSplit
 from weft.parallel.data.local_sgd import Update, UpdateResult

@@ -21,8 +21,8 @@ from weft.comm.fake_internals import real_meshes
 from weft.comm.shards import local_of
 from weft.job.errors import JobError
 from weft.job.schema import Job
-from weft.memory.tracer import Tracer
-from weft.memory.tracer_internals import fake_tensors
+from weft.memory.tensor_tracer import Tracer
+from weft.memory.tensor_tracer_internals import fake_tensors
 from weft.mesh import Mesh, connect, fake_mesh
 from weft.parallel.pipeline.executor import Pipelined
 from weft.parallel.spread_model import Batch

@@ -14,7 +14,7 @@ from weft.job.errors import JobError
 from weft.job.model_parts.named_loss import NamedLoss
 from weft.job.registry import find_object, listed
 from weft.job.schema import Model
-from weft.memory.tracer_internals import has_values
+from weft.memory.tensor_tracer_internals import has_values
 from weft.models.user.contrastive import contrastive_losses
 from weft.models.user.sample_tree import unflatten
 from weft.models.user.task_losses import TaskLosses

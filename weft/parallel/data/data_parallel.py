@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 from weft.comm.algorithms import Start
 from weft.comm.axis import Axis, Pending
 from weft.comm.shards import like, local_of, placed_like
-from weft.memory.gradient_home import GradientHome
+from weft.memory.gradient_offload import OffloadedGradients
 from weft.memory.released_gradients import ReleasedGradients
 from weft.memory.split_master import copy_rounded, hollow, rounded
 from weft.parallel.data.bucket import Bucket
@@ -105,9 +105,9 @@ class Replicas:
         self.compute_params: dict[str, Tensor] = dict(self.weights) if self.mixed else {}
         device = local_of(next(iter(self.weights.values()))).device if gradients_away else torch.device("cpu")
         moving = {n: w for n, w in self.weights.items() if n in gradients_away}
-        self.gradient_home: GradientHome | ReleasedGradients | None = None
+        self.gradient_home: OffloadedGradients | ReleasedGradients | None = None
         if moving:
-            self.gradient_home = ReleasedGradients(moving) if released else GradientHome(moving, summed, device)
+            self.gradient_home = ReleasedGradients(moving) if released else OffloadedGradients(moving, summed, device)
         self.local_squares: list[Tensor] = []
         """Square norms of this rank's own gradients, bucket by bucket, before they are summed over the replicas."""
         self.buckets: list[Bucket] = []
@@ -267,7 +267,7 @@ class Shards:
             m.set_force_sum_reduction_for_comms(True)
         self.master_params: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.grad_params, self.compute_params = self.master_params, dict[str, Tensor]()
-        self.gradient_home: GradientHome | ReleasedGradients | None = None
+        self.gradient_home: OffloadedGradients | ReleasedGradients | None = None
         if compressor is not None:
             self._compress(compressor)
 

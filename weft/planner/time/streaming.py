@@ -1,4 +1,4 @@
-"""Time of a step whose states are copied to the device and back (optim/streamed.py)."""
+"""Time of a step whose states are copied to the device and back (optim/streamed_optimizer.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Homes of the weights themselves: which units' weights and master weights live in host memory, and their copies."""
+"""Weights and master weights in host memory: of which units, and their copies on the device."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.shards import like, local_of
-from weft.memory.copies import Copies
+from weft.memory.host_copies import Copies
 from weft.memory.split_master import copy_rounded
 from weft.memory.weight_stream import WeightStream
 from weft.mesh import Mesh
 from weft.optim.build_optimizers import Params
 
 
-class WeightHomes:
+class OffloadedWeights:
     """Weights in host memory, and the fp32 master weights beside them where these are copies."""
 
     def __init__(self, model: Any, mesh: Mesh, split: bool, copies: Copies | None = None):
@@ -53,12 +53,12 @@ class WeightHomes:
         self.masters.update(unit, phase)
 
     def changed(self, unit: str, phase: str) -> None:
-        """Copy the updated weights of a unit home."""
+        """Copy the updated weights of a unit to host memory."""
         self.stream.changed(unit, phase)
         self.masters.changed(unit, phase)
 
     def master_home(self, name: str) -> Tensor | None:
-        """A master weight in host memory; None: it lives on the device."""
+        """A master weight in host memory, or None if it is on the device."""
         return (self.masters if self.masters.units else self.stream).home(name)
 
     def compute_home(self, name: str) -> Tensor:
@@ -81,12 +81,12 @@ class WeightHomes:
             copy_rounded([home], [local_of(value)])
 
     def settle(self) -> None:
-        """Wait until all weights are at home."""
+        """Wait until all updated weights are in host memory."""
         self.stream.settle()
         self.masters.settle()
 
     def drop(self) -> None:
-        """Forget what is on the device: the weights at home have changed."""
+        """Free the weights on the device: those in host memory have changed."""
         self.stream.drop()
         self.masters.drop()
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
 from weft.comm.dtensor_internals import local_tensor
-from weft.memory.tracer_internals import (
+from weft.memory.tensor_tracer_internals import (
     TorchDispatchMode,
     cpu_attention,
     cpu_attention_backward,

@@ -1,4 +1,4 @@
-"""An optimizer whose states live in host memory or on disk, or in fewer bytes, and visit the device piece by piece.
+"""An optimizer whose states are in host memory, on disk or in fewer bytes, and copied to the device piece by piece.
 
 step() only keeps the learning rate, the clip factor and the gradients. A unit's pieces are updated right before its
 next forward pass, in a fixed order, so the states of the next pieces are fetched, and those of the last ones stored,
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from weft.comm.shards import like, local_of
 from weft.job.schema import Optim
-from weft.memory.copies import Copies, make_copies
-from weft.memory.gradient_home import GradientHome
+from weft.memory.gradient_offload import OffloadedGradients
+from weft.memory.host_copies import Copies, make_copies
 from weft.memory.released_gradients import ReleasedGradients
 from weft.memory.split_master import split_
 from weft.mesh import Mesh
@@ -30,9 +30,9 @@ from weft.optim.build_optimizers import Optimizers, Params
 from weft.optim.ema import Ema
 from weft.optim.pieces import Home, Piece, PlacedState, WeightSlice, cut_pieces
 from weft.optim.state_codecs import Rounding, numbers_of_rows, round_to_24_bits_, rounding_of
-from weft.optim.state_homes import StateHomes
+from weft.optim.state_storage import StateStorage
 from weft.optim.state_stream import KINDS, StateStream
-from weft.optim.weight_homes import WeightHomes
+from weft.optim.weight_offload import OffloadedWeights
 from weft.planner.engine_constants import STREAMED_PIECE_ELEMENTS
 
 make_weight_copies = make_copies
@@ -74,20 +74,20 @@ class StreamedOptimizers(Optimizers):
         """Steps that were applied to all weights."""
         self.row_numbers: dict[str, Tensor] = {}
         """Of each slice of a weight whose states are rounded at random."""
-        self.weights = WeightHomes(model, mesh, tiering.split, make_weight_copies(mesh.device))
+        self.weights = OffloadedWeights(model, mesh, tiering.split, make_weight_copies(mesh.device))
         self.pieces = cut_pieces(
             optim, model, is_block, units, mesh, tiering.shares, tiering.split, tiering.piece_elements,
             lambda unit: self.weights.enter(unit, "start"),
         )  # fmt: skip
-        home: GradientHome | ReleasedGradients | None = getattr(model.parts[0].data, "gradient_home", None)
-        self.gradients = home if isinstance(home, GradientHome) else None
+        home: OffloadedGradients | ReleasedGradients | None = getattr(model.parts[0].data, "gradient_home", None)
+        self.gradients = home if isinstance(home, OffloadedGradients) else None
         self.released = UnitsInBackward(home, self.pieces) if isinstance(home, ReleasedGradients) else None
         if self.released is not None:
             self.consumes_gradients = True
             self.released.unit_ready = weakref.WeakMethod(self._update_in_backward)
             self.pieces = self.released.in_order(self.pieces)
         self.parts = [part for piece in self.pieces for part in piece.optimizers.parts]
-        self.homes = StateHomes(self.pieces, model, ema, mesh, tiering.split, tiering.states, tiering.disk,
+        self.homes = StateStorage(self.pieces, model, ema, mesh, tiering.split, tiering.states, tiering.disk,
                                 self.weights)  # fmt: skip
         self.weights.begin()
         if self.gradients is not None:
@@ -214,7 +214,7 @@ class StreamedOptimizers(Optimizers):
         if (home := self.gradients) is None:
             return {}
         phase = self.stream.phase
-        found = {s.key: home.fetch((s.name, s.first, s.end), phase) for s in piece.slices if s.name in home.home}
+        found = {s.key: home.fetch((s.name, s.first, s.end), phase) for s in piece.slices if s.name in home.host}
         if update.left:
             home.prefetch([(s.name, s.first, s.end) for s in update.left[0].slices], phase)
         return found

@@ -1,4 +1,4 @@
-"""Gradients that live in host memory: they leave the device as the backward pass produces them.
+"""Gradients in host memory: each is copied there, and freed on the device, as the backward pass produces it.
 
 Sums over microbatches are made on the device: the sum so far is fetched, the new gradient added, and the result stored.
 The norm of each gradient is taken before it leaves, so that clipping is exact.
@@ -14,21 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.foreach_internals import foreach_norm
-from weft.memory.copies import Copies, Event, make_copies
+from weft.memory.host_copies import Copies, Event, make_copies
 from weft.memory.host_memory import allocate_host
 
 Part = tuple[str, int, int | None]
 """Some rows of a weight's gradient: its name, the first and the end, None for all."""
 
 
-class GradientHome:
+class OffloadedGradients:
     """Gradients of some weights in host memory, in fp32 if a step sums several."""
 
     def __init__(self, weights: dict[str, nn.Parameter], summed: bool, device: torch.device):
         self.device, self.summed = device, summed
         self.copies: Copies = make_copies(device)
         shapes = [(tuple(w.shape), torch.float32 if summed else w.dtype) for w in weights.values()]
-        self.home = dict(zip(weights, allocate_host(shapes, device, self), strict=True))
+        self.host = dict(zip(weights, allocate_host(shapes, device, self), strict=True))
         self.moved: Counter[tuple[str, str, str, str]] = Counter()
         """Bytes copied, by kind, from, to, and phase."""
         self.stored: dict[str, Event] = {}
@@ -42,7 +42,7 @@ class GradientHome:
             weight.register_post_accumulate_grad_hook(_hook(weakref.ref(self), name))
 
     def __contains__(self, name: str) -> bool:
-        return name in self.home
+        return name in self.host
 
     def begin(self) -> None:
         """Begin a step."""
@@ -64,21 +64,21 @@ class GradientHome:
             self._store(name, total)
 
     def _store(self, name: str, total: Tensor) -> None:
-        self.stored[name] = self.copies.store([(self.home[name], total)], [self.copies.mark()])
+        self.stored[name] = self.copies.store([(self.host[name], total)], [self.copies.mark()])
         if total.is_cuda:  # its memory is not used again before it was copied
             total.record_stream(self.copies.outward)  # type: ignore[attr-defined]
         self.moved["gradients", "device", "host", "backward"] += total.numel() * total.element_size()
 
     def finish(self) -> None:
         """After the last backward pass: a weight that was not used has a gradient of zeros."""
-        for name in self.home.keys() - self.seen:
+        for name in self.host.keys() - self.seen:
             self.norms[name] = torch.zeros((), device=self.device)
-            self._store(name, torch.zeros_like(self.home[name], device=self.device))
+            self._store(name, torch.zeros_like(self.host[name], device=self.device))
 
     def prefetch(self, parts: Sequence[Part], phase: str) -> None:
         """Start to fetch gradients for an update."""
         for part in parts:
-            if part[0] in self.home and part not in self.ahead:
+            if part[0] in self.host and part not in self.ahead:
                 self.ahead[part] = self._fetch(part, phase)
 
     def fetch(self, part: Part, phase: str) -> Tensor:
@@ -89,17 +89,17 @@ class GradientHome:
 
     def _fetch(self, part: Part, phase: str) -> tuple[Tensor, Event]:
         name, first, end = part
-        source = self.home[name][first:end]
+        source = self.host[name][first:end]
         values = torch.empty(source.shape, dtype=source.dtype, device=self.device)
         self.moved["gradients", "host", "device", phase] += values.numel() * values.element_size()
         return values, self.copies.fetch([(values, source)], [self.copies.mark(), self.stored[name]])
 
 
-def _hook(owner: weakref.ref[GradientHome], name: str) -> Callable[[Tensor], None]:
+def _hook(owner: weakref.ref[OffloadedGradients], name: str) -> Callable[[Tensor], None]:
     """A hook with a weak reference to its owner, which autograd's hooks would keep alive otherwise."""
 
     def gradient_ready(weight: Tensor) -> None:
-        if (home := owner()) is not None:
-            home.take(name, weight)
+        if (gradients := owner()) is not None:
+            gradients.take(name, weight)
 
     return gradient_ready

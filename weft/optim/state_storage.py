@@ -18,15 +18,15 @@ from weft.optim.build_optimizers import Params
 from weft.optim.ema import Ema
 from weft.optim.pieces import HOME_KINDS, Piece, PlacedState, zero_state
 from weft.optim.state_codecs import codec_of, round_to_24_bits_
-from weft.optim.weight_homes import WeightHomes
+from weft.optim.weight_offload import OffloadedWeights
 
 
-class StateHomes:
+class StateStorage:
     """Creates every state in its home; all of them never exist on the device at once."""
 
     def __init__(
         self, pieces: list[Piece], model: Any, ema: Ema, mesh: Mesh, split: bool, states: str, disk: str,
-        weights: WeightHomes,
+        weights: OffloadedWeights,
     ):  # fmt: skip
         self.pieces, self.ema, self.mesh, self.split, self.states = pieces, ema, mesh, split, states
         self.weights = weights
