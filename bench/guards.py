@@ -21,7 +21,7 @@ from weft.job.run_folder import RunDir
 from weft.planner import make_plan
 from weft.training.loop import fit
 from weft.training.session import open_session
-from weft.training.signals import Signals
+from weft.training.stop_requests import Signals
 from weft.watch.journal import read_metrics
 
 STEPS = 60

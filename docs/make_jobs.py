@@ -16,7 +16,7 @@ from weft.hardware.catalog import DEVICES, NETWORKS
 from weft.job.compression import COMPRESSORS
 from weft.job.data import ImageData
 from weft.job.model import FAMILIES
-from weft.job.model_parts.named_loss import NamedLoss
+from weft.job.model_parts.loss_settings import NamedLoss
 from weft.job.optim import LR_SCHEDULES, OPTIMIZERS
 from weft.job.registry import NameIn
 from weft.job.schema import (

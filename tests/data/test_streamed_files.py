@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from weft.data.dataset import Dataset, open_dataset
-from weft.data.formats import streamed
+from weft.data.formats import streamed_files
 from weft.data.formats.huggingface_datasets import hub_dataset_files
-from weft.data.formats.streamed import StreamedDataset
+from weft.data.formats.streamed_files import StreamedDataset
 from weft.data.loader import Loader
 from weft.data.mixture import MixedDataset
 from weft.job import parse_job
@@ -32,8 +32,8 @@ TEXTS = [f"record {n:03d} " + "abcdefgh"[n % 8] * (n % 23) for n in range(160)]
 def small_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("HF_HOME", raising=False)
-    monkeypatch.setattr(streamed, "PART_BYTES", 700)
-    monkeypatch.setattr(streamed, "SHUFFLED_PARTS", {"samples": 3, "blocks": 1, "none": 1})
+    monkeypatch.setattr(streamed_files, "PART_BYTES", 700)
+    monkeypatch.setattr(streamed_files, "SHUFFLED_PARTS", {"samples": 3, "blocks": 1, "none": 1})
 
 
 def job_of(source: object, **data: Any) -> Job:
@@ -148,10 +148,10 @@ def test_files_that_changed_are_refused(tmp_path: Path) -> None:
 
 def test_sources_without_a_position_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path / "data", "jsonl.gz")
-    monkeypatch.setattr(streamed, "MAX_UNSPLIT_BYTES", {".jsonl.gz": 10})
+    monkeypatch.setattr(streamed_files, "MAX_UNSPLIT_BYTES", {".jsonl.gz": 10})
     with pytest.raises(JobError, match="compressed file is read from its start"):
         opened(folder)
-    monkeypatch.setattr(streamed, "MAX_GROUP_BYTES", 10)
+    monkeypatch.setattr(streamed_files, "MAX_GROUP_BYTES", 10)
     with pytest.raises(JobError, match="a group of its rows has"):
         opened(write(tmp_path / "tables", "parquet"))
     with pytest.raises(JobError, match=r"data.streaming=true reads files of records, and data.source sets:Mine"):

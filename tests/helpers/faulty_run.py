@@ -17,8 +17,8 @@ from weft.planner import make_plan
 from weft.training.loop import fit_or_explain
 from weft.training.rank import train_with_rollback
 from weft.training.session import Session, open_session
-from weft.training.signals import Signals
 from weft.training.step import Gradients
+from weft.training.stop_requests import Signals
 
 Fault = tuple[int, str, int]
 """Step, kind and rank of a fault that happens once."""

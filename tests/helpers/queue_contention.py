@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from weft.launch.queue.claim import Claim, claim
-from weft.launch.queue.folder import QueueFolder
+from weft.launch.queue.queue_folder import QueueFolder
 from weft.launch.queue.records import Capacity, QueuedGpu, QueueSettings, Request
 
 PROCESSES, CLAIMS, KILLS = 20, 200, 60

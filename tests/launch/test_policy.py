@@ -11,8 +11,8 @@ import pytest
 from helpers.command import Output, Started, until, write_job
 
 from weft.job.errors import JobError
-from weft.job.launch.rule import parse_rule
-from weft.job.launch.settings import LaunchPolicy
+from weft.job.launch.launch_settings import LaunchPolicy
+from weft.job.launch.when_rule import parse_rule
 from weft.launch.policy import PolicyState
 
 MONDAY_NOON, MONDAY_LATE = datetime(2026, 11, 16, 12, 0), datetime(2026, 11, 16, 23, 30)

@@ -15,7 +15,7 @@ from weft.job.load import lessons
 from weft.launch.rank_pool import RankPool
 from weft.mesh import connect
 from weft.models.attention import TokenInfo
-from weft.parallel.context.attention import Context
+from weft.parallel.context.context_attention import Context
 from weft.parallel.context.sequence_split import SequenceSplit
 from weft.planner.plan import Plan
 

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 import weft
 from weft.cli import main
 from weft.job.errors import JobError
+from weft.pretrained.checkpoint_folder import find_folder
 from weft.pretrained.config import read_fields
-from weft.pretrained.folder import find_folder
 
 STORIES = Path(__file__).parents[2] / "recipes" / "stories260K"
 CONFIG = json.loads((STORIES / "config.json").read_text())

@@ -121,7 +121,7 @@ def test_generation_by_several_processes(
     command: Weft, pool: RankPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, in_process: Callable[..., Output]
 ) -> None:
     """The texts of one process, also of a model with one key and value head, and of sampled tokens."""
-    monkeypatch.setattr("weft.launch.generate.RankPool", lambda timeout_s: nullcontext(pool))
+    monkeypatch.setattr("weft.launch.start_generation.RankPool", lambda timeout_s: nullcontext(pool))
     command("import", str(STORIES), "--name", "stories")
     assert command("generate", "stories", *GREEDY, "--tp", "2").startswith(KNOWN)
     config = CONFIGS["gemma3_text"]()

@@ -27,10 +27,10 @@ from weft.server.client_samples import sample_clients, sample_labels, split_by_l
 from weft.server.connections import Connections, Peer
 from weft.server.federated_averaging import FederatedAveraging
 from weft.server.parameter_server import ParameterServer
-from weft.server.records import RunRecords, StateCopy
-from weft.server.shard import Shard, ShardCoordinator, ShardHandle, assign_weights
+from weft.server.run_records import RunRecords, StateCopy
+from weft.server.server_shard import Shard, ShardCoordinator, ShardHandle, assign_weights
 from weft.server.update_checks import find_defect, norm, outliers
-from weft.training.signals import Signals
+from weft.training.stop_requests import Signals
 from weft.watch.journal import Journal, read_jsonl
 from weft.watch.progress import Progress
 from weft.wire.tensors import TensorChannel, open_tensor_channel

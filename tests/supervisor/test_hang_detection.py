@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from weft.supervisor import hang_detection
 from weft.supervisor.attempt import Attempt, read_attempt, write_attempt
-from weft.supervisor.diagnosis import blame, main_stack, ranks_behind, where
+from weft.supervisor.hang_cause import blame, main_stack, ranks_behind, where
 from weft.supervisor.hang_detection import MIN_WARMUP_TIMEOUT_S, HangDetector
 from weft.supervisor.status_board import Record, StatusBoard
 

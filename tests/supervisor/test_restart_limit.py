@@ -7,7 +7,7 @@ from typing import Any
 from helpers.command import python, write_job
 
 from weft.job.errors import Exit
-from weft.supervisor.diagnosis import FaultReport
+from weft.supervisor.hang_cause import FaultReport
 from weft.supervisor.restart_limit import (
     IDLE_AFTER_PROGRESS,
     MAX_BACKOFF_S,

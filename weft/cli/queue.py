@@ -19,8 +19,8 @@ def queue(context: typer.Context, as_json: AsJson = False) -> None:
     if context.invoked_subcommand is not None:
         return
     from weft.cli.views.queue import show_queue
-    from weft.launch.queue.folder import QueueFolder, queue_path
     from weft.launch.queue.listing import queue_state
+    from weft.launch.queue.queue_folder import QueueFolder, queue_path
 
     state = queue_state(QueueFolder(queue_path()))
     print_json(state) if as_json else print(show_queue(state))
@@ -46,8 +46,8 @@ def queue_init(
 
     It hands out the GPUs, cores and memory that this command sees. Existing claims stay.
     """
-    from weft.launch.queue.folder import QueueFolder, queue_path
     from weft.launch.queue.machine import this_machine
+    from weft.launch.queue.queue_folder import QueueFolder, queue_path
     from weft.launch.queue.records import QueueSettings
 
     path = queue_path()
@@ -95,8 +95,8 @@ def queue_run(
 ) -> None:
     """Wait for resources and run any command with them, such as torchrun or a notebook. Its exit code is returned."""
     from weft.job.errors import JobError
-    from weft.launch.queue.folder import QueueFolder, queue_path
     from weft.launch.queue.machine import run_command
+    from weft.launch.queue.queue_folder import QueueFolder, queue_path
     from weft.launch.queue.records import Request
 
     request = Request(gpus, share, cores, memory_gib)
@@ -119,8 +119,8 @@ def queue_release(
     import time
 
     from weft.job.errors import JobError
-    from weft.launch.queue.folder import QueueFolder, queue_path
     from weft.launch.queue.processes import end_claim
+    from weft.launch.queue.queue_folder import QueueFolder, queue_path
 
     queue = QueueFolder(queue_path())
     with queue.locked():

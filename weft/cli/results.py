@@ -86,7 +86,7 @@ def generate(
     if system is not None or template is not None:
         raise JobError(f"--{'template' if system is None else 'system'} is for --chat; give both or leave it out")
     if tp > 1:
-        from weft.launch.generate import generate_split
+        from weft.launch.start_generation import generate_split
 
         pieces = generate_split(found, job, prompts, tokens, sampling, ema, tp)
     else:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.data.build_sources import Part, bad_record, read_range, records, texts
 from weft.data.chat.conversations import ConversationEncoder, Mask, messages_of
 from weft.data.chat.template import ChatTemplate
-from weft.data.sources import Part, bad_record, read_range, records, texts
 from weft.data.store import token_dtype
 from weft.data.tokenizer import ByteTokenizer, Tokenizer, Tokens
 

@@ -33,8 +33,8 @@ from weft.data.build_part import (
     write_atomic,
     write_part,
 )
+from weft.data.build_sources import PART_BYTES, Part, SourceFile, find_files, read_range, split_into_parts, texts
 from weft.data.chat.template import load_template
-from weft.data.sources import PART_BYTES, Part, SourceFile, find_files, read_range, split_into_parts, texts
 from weft.data.tokenizer import Tokenizer, bpe_size, load_tokenizer, train_bpe
 from weft.job import token_files
 from weft.job.errors import JobError, MachineError

@@ -16,7 +16,7 @@ from weft.data.chat.template import load_template
 from weft.data.corpora import CORPORA, RECORD_CORPORA, encode_corpus, encode_records
 from weft.data.file_array import FileArray
 from weft.data.formats.huggingface_datasets import HUB_PREFIX
-from weft.data.formats.streamed import StreamedDataset
+from weft.data.formats.streamed_files import StreamedDataset
 from weft.data.growing import GrowingDataset, find_shards
 from weft.data.mixture import MixedDataset, SourceShares, TaskDataset, describe_shares
 from weft.data.order import OrderedDataset, SampleOrder, indices_of

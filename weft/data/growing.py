@@ -13,10 +13,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from weft.data.build_sources import TEXT_SUFFIXES
 from weft.data.formats.record_files import record_format
 from weft.data.order import SampleOrder
 from weft.data.sampler import Ints
-from weft.data.sources import TEXT_SUFFIXES
 from weft.data.store import crc32
 from weft.job.data import Data
 from weft.job.errors import JobError

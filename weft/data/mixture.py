@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data.formats.streamed import StreamedDataset
+from weft.data.formats.streamed_files import StreamedDataset
 from weft.data.growing import Rounds
 from weft.data.order import SampleOrder
 from weft.data.sampler import Ints, shuffle

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from weft.job.launch.settings import LaunchSettings
+from weft.job.launch.launch_settings import LaunchSettings
 from weft.job.section import Section, limits
 
 MAX_DEVICES_PER_NODE = 4096

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from weft.job.model_parts.named_loss import NamedLoss
+from weft.job.model_parts.loss_settings import NamedLoss
 from weft.job.section import Section
 from weft.job.token_files import MASK
 

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from weft.job.model_parts.attention_settings import Latent, RopeScaling
-from weft.job.model_parts.encoder_towers import TowerName, TowerShape
 from weft.job.model_parts.expert_settings import Experts
-from weft.job.model_parts.lora import Lora
-from weft.job.model_parts.named_loss import NamedLoss, check_loss
-from weft.job.model_parts.tables import EmbeddingTable, TableOptim
+from weft.job.model_parts.lora_settings import Lora
+from weft.job.model_parts.loss_settings import NamedLoss, check_loss
+from weft.job.model_parts.table_settings import EmbeddingTable, TableOptim
+from weft.job.model_parts.tower_settings import TowerName, TowerShape
 from weft.job.registry import NameIn, Registry
 from weft.job.section import Section
 

@@ -10,7 +10,7 @@ from weft.job.cluster import Cluster, DeviceGroup, Failures, TopologyLevel
 from weft.job.comm import Comm
 from weft.job.data import Data
 from weft.job.fp8 import Fp8
-from weft.job.launch.settings import (
+from weft.job.launch.launch_settings import (
     KubernetesOptions,
     LaunchPolicy,
     MpiOptions,
@@ -22,9 +22,9 @@ from weft.job.launch.settings import (
 from weft.job.memory import Memory
 from weft.job.model import Model
 from weft.job.model_parts.attention_settings import Latent, RopeScaling
-from weft.job.model_parts.encoder_towers import TowerShape
 from weft.job.model_parts.expert_settings import Experts
-from weft.job.model_parts.tables import EmbeddingTable, TableOptim
+from weft.job.model_parts.table_settings import EmbeddingTable, TableOptim
+from weft.job.model_parts.tower_settings import TowerShape
 from weft.job.optim import Optim
 from weft.job.parallel import Parallel
 from weft.job.registry import MODULE_NAME

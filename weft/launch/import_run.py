@@ -24,7 +24,7 @@ from weft.job.shapes import resolve
 from weft.launch.run_files import write_job_and_plan
 from weft.planner import Plan, make_plan
 from weft.precision import LossScale
-from weft.pretrained.folder import CONFIG, MAX_JSON_BYTES, SIDE_FILES, SIDE_FOLDER, TOKENIZER, find_folder
+from weft.pretrained.checkpoint_folder import CONFIG, MAX_JSON_BYTES, SIDE_FILES, SIDE_FOLDER, TOKENIZER, find_folder
 from weft.pretrained.llama2c_tokenizer import converted_tokenizer
 from weft.pretrained.reader import PretrainedWeights
 from weft.training.interchange.foreign_weights import ForeignWeights, described_model

@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 
 from weft.job.errors import Exit, JobError, MachineError
-from weft.job.launch.rule import Rule, parse_rule
-from weft.job.launch.settings import LaunchPolicy
+from weft.job.launch.launch_settings import LaunchPolicy
+from weft.job.launch.when_rule import Rule, parse_rule
 from weft.job.run_folder import RunDir
 from weft.launch.launch_job import POLL_S, follow, submit
 from weft.launch.process_start import own_record, running_process

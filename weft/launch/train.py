@@ -116,7 +116,7 @@ def start_processes(
 def join(job: Job, log: Callable[[str], None] = print) -> int:
     """Train as one rank of a world started by torchrun, mpirun or a scheduler."""
     from weft.training.rank import run_rank
-    from weft.training.signals import Signals
+    from weft.training.stop_requests import Signals
 
     atexit.register(gc.unfreeze)  # Triton's bindings print hundreds of lines about objects that are never collected
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -20,7 +20,7 @@ from weft.supervisor.local_ranks import launch
 from weft.supervisor.run_lock import run_lock
 from weft.training.metrics import StepMetrics
 from weft.training.session import Session
-from weft.training.signals import Signals
+from weft.training.stop_requests import Signals
 from weft.watch.devices.power_cap import restore_limits
 
 

@@ -30,7 +30,7 @@ from weft.planner.time.traffic import communication_bytes
 from weft.precision import COMPUTE_DTYPES
 from weft.training.metrics import StepMetrics, peak_memory_gib, utilization
 from weft.training.session import Session
-from weft.training.signals import Signals
+from weft.training.stop_requests import Signals
 from weft.watch.kernel_profile import StepFacts, from_json, summarise, table, to_json
 from weft.watch.profiler_trace import ProfilerTrace, read_trace
 from weft.watch.report import write_report

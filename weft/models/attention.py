@@ -1,7 +1,8 @@
 """Attention on one device, and kernels for one block of queries and keys that also return the log-sum-exp.
 
-Ring attention (parallel/context/attention.py) and long sequences (memory/chunked_block.py) merge results block by block
-and need the log-sum-exp, which torch's public function does not return. KERNELS lists the kernels of each device.
+Ring attention (parallel/context/context_attention.py) and long sequences (memory/chunked_block.py) merge results block
+by block and need the log-sum-exp, which torch's public function does not return. KERNELS lists the kernels of each
+device.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.comm.shards import local_of
-from weft.job.model_parts.lora import Lora
+from weft.job.model_parts.lora_settings import Lora
 from weft.models.attention import TokenInfo
 from weft.models.dropout import Dropout
 

@@ -23,12 +23,13 @@ from weft.memory.weight_stream import WeightStream, streamed_units
 from weft.mesh import TOWER_AXES, Mesh, ranks_of_a_node
 from weft.models.kernel_internals import allow_variants
 from weft.models.vision.batch_norm import connect_batch_norms
-from weft.parallel.context.attention import Context, split_context
+from weft.parallel.context.context_attention import Context, split_context
 from weft.parallel.context.sequence_split import SequenceSplit
 from weft.parallel.data.compression import Compressor, is_compressed
 from weft.parallel.data.data_parallel import Replicas, Shards, shard
+from weft.parallel.data.delayed_sums import DelayedSums
 from weft.parallel.data.fsdp_collectives import meter_collectives
-from weft.parallel.data.late_sums import LateSums
+from weft.parallel.expert.expert_load import ExpertLoad
 from weft.parallel.expert.expert_parallel import (
     compile_around,
     expert_gradient_sum,
@@ -37,7 +38,6 @@ from weft.parallel.expert.expert_parallel import (
     shard_experts,
     spread_experts,
 )
-from weft.parallel.expert.load import ExpertLoad
 from weft.parallel.fp8 import DelayedScales, check_skip, recipe_of, use_fp8, use_fp8_head
 from weft.parallel.pipeline.executor import Pipelined
 from weft.parallel.pipeline.module_stages import ModuleStages
@@ -231,7 +231,7 @@ def spread_stage(
         away_grads = gradients_away(model, units, released) if plan.gradient_home != "device" else frozenset()
         data = Replicas(
             model, axis, dtype, plan.bucket_mb, summed, start, *expert_gradient_sum(model, mesh), compressor,
-            LateSums(late) if late else None, low_halves, away_grads, released,
+            DelayedSums(late) if late else None, low_halves, away_grads, released,
         )  # fmt: skip
     whole = [n for n, p in data.master_params.items() if split and not {"tp", "ep"}.intersection(sharded_axes(p))]
     partial = tuple(n for n in data.master_params if split and n in split.partial)

@@ -14,7 +14,7 @@ from weft.comm.shards import local_of, on_flat_, placed_like
 from weft.memory.weight_stream import WeightStream
 from weft.parallel.data.compression import Compressor
 from weft.parallel.data.data_parallel import Replicas, Shards, nothing
-from weft.parallel.expert.load import ExpertLoad
+from weft.parallel.expert.expert_load import ExpertLoad
 from weft.parallel.fp8 import DelayedScales
 from weft.parallel.tables.sharded_tables import ShardedTables
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.job.errors import JobError
-from weft.job.model_parts.lora import Lora
+from weft.job.model_parts.lora_settings import Lora
 from weft.job.schema import Model
 from weft.models.build_model import build_model
 from weft.pretrained.config import write_config

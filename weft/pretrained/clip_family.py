@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from weft.job.model_parts.encoder_towers import TowerName, TowerShape
+from weft.job.model_parts.tower_settings import TowerName, TowerShape
 from weft.job.schema import Model
 from weft.pretrained.config_fields import Config, Fields, Only, SizeKey, Without
 from weft.pretrained.family_entry import Fused, PretrainedFamily

@@ -9,9 +9,9 @@ from weft.job.errors import JobError
 from weft.job.model import FAMILIES
 from weft.job.registry import did_you_mean, listed
 from weft.job.schema import Model
+from weft.pretrained.checkpoint_folder import CONFIG, TOKENIZER, find_folder, read_json, tensor_names
 from weft.pretrained.config_fields import NULL_KEYS, Config, Fields
 from weft.pretrained.family_entry import PRETRAINED, PretrainedFamily, families_of
-from weft.pretrained.folder import CONFIG, TOKENIZER, find_folder, read_json, tensor_names
 from weft.pretrained.image_families import image_size
 from weft.pretrained.llama2c_tokenizer import converted_tokenizer
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.data.cache_folder import cache_folder
 from weft.job.errors import JobError
-from weft.pretrained.folder import TOKENIZER
+from weft.pretrained.checkpoint_folder import TOKENIZER
 
 NAMES = ("tokenizer.bin", "tok*.bin")
 SPECIAL = ("<unk>", "<s>", "</s>")

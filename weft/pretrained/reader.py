@@ -19,9 +19,9 @@ from weft.job.schema import Model
 from weft.models.build_model import build_model, meta_model
 from weft.models.init import initialise
 from weft.planner.model.counts import count_parameters
+from weft.pretrained.checkpoint_folder import CONFIG, WeightFiles, find_folder, read_json, weight_files
 from weft.pretrained.config import read_fields
 from weft.pretrained.family_entry import family_of
-from weft.pretrained.folder import CONFIG, WeightFiles, find_folder, read_json, weight_files
 from weft.pretrained.quantized import BLOCKS, SCALE, SCALES, expand_fp8, expand_mxfp4, mxfp4_shapes
 from weft.pretrained.tensor_forms import FileTensor, Shape, TensorPart, file_tensors, named_shapes
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from weft.job.errors import JobError
 from weft.job.schema import Model
+from weft.pretrained.checkpoint_folder import CONFIG, GENERATION_CONFIG, SIDE_FILES, TOKENIZER, read_json
 from weft.pretrained.config import write_config
 from weft.pretrained.family_entry import family_of
-from weft.pretrained.folder import CONFIG, GENERATION_CONFIG, SIDE_FILES, TOKENIZER, read_json
 from weft.pretrained.tensor_forms import FileTensor, file_tensors, named_shapes
 
 Source = Callable[[list[str]], Mapping[str, Tensor]]

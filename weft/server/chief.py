@@ -29,16 +29,16 @@ from weft.server.coordinator import RunCoordinator
 from weft.server.federated_averaging import FederatedAveraging
 from weft.server.federated_client import client_shares
 from weft.server.parameter_server import ParameterServer
-from weft.server.records import RunRecords, StateCopy
 from weft.server.rendezvous import publish_address, servers_folder
+from weft.server.run_records import RunRecords, StateCopy
 from weft.server.secure_averaging import SecureAveraging
-from weft.server.shard import RemoteShard, Shard, assign_weights
+from weft.server.server_shard import RemoteShard, Shard, assign_weights
 from weft.training.build import build_state
 from weft.training.initial_weights import published_weights
 from weft.training.metrics import peak_memory_gib
-from weft.training.signals import Signals
 from weft.training.state import State
 from weft.training.step import Stepper, evaluation_text
+from weft.training.stop_requests import Signals
 from weft.watch import logs
 from weft.watch.journal import Journal
 from weft.watch.progress import Progress

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from weft.job.schema import Job
 from weft.server.connections import Peer
-from weft.server.records import RunRecords, StateCopy
-from weft.server.shard import Shard
+from weft.server.run_records import RunRecords, StateCopy
+from weft.server.server_shard import Shard
 from weft.wire.tensors import Answer
 
 

@@ -24,8 +24,8 @@ from weft.server.federated_update import (
     clip_factor,
 )
 from weft.server.privacy import PrivacyAccountant, noise_generator
-from weft.server.records import RunRecords, StateCopy
-from weft.server.shard import Shard
+from weft.server.run_records import RunRecords, StateCopy
+from weft.server.server_shard import Shard
 from weft.server.update_checks import OutlierCheck, find_defect
 from weft.training.metrics import peak_memory_gib
 from weft.wire.tensors import Answer

@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.job.schema import Job
 from weft.optim.schedule import learning_rate
 from weft.server.secure_aggregation import decode, encode
-from weft.server.shard import Shard, Tensors
+from weft.server.server_shard import Shard, Tensors
 from weft.server.update_checks import norm
 
 FIGURES_SCALE = 2.0**-20

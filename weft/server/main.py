@@ -21,7 +21,7 @@ from weft.planner.plan import Plan
 from weft.supervisor.local_ranks import die_with_parent
 from weft.training.garbage_collection import no_collection
 from weft.training.rank import exit_code, exit_process, keep_freed_memory, record_failure, threads_for
-from weft.training.signals import Signals
+from weft.training.stop_requests import Signals
 
 
 def run_server(run: RunDir, job: Job, plan: Plan, index: int) -> Exit:
@@ -29,7 +29,7 @@ def run_server(run: RunDir, job: Job, plan: Plan, index: int) -> Exit:
     from weft.server.chief import build_whole_model, make_shard
     from weft.server.connections import Connections
     from weft.server.rendezvous import chief_address
-    from weft.server.shard import ShardCoordinator
+    from weft.server.server_shard import ShardCoordinator
     from weft.server.worker import CHIEF_TIMEOUT_S
     from weft.watch import logs
     from weft.wire.channel import WireError

@@ -16,9 +16,9 @@ from weft.job.schema import Job
 from weft.optim.schedule import learning_rate
 from weft.server.connections import Peer
 from weft.server.coordinator import RunCoordinator
-from weft.server.records import RunRecords, StateCopy
+from weft.server.run_records import RunRecords, StateCopy
 from weft.server.server_group import ServerGroup
-from weft.server.shard import Shard, ShardHandle
+from weft.server.server_shard import Shard, ShardHandle
 from weft.training.metrics import peak_memory_gib
 from weft.wire.channel import WireError
 from weft.wire.tensors import Answer

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from weft.server.connections import Peer
-from weft.server.shard import Shard, ShardHandle
+from weft.server.server_shard import Shard, ShardHandle
 from weft.wire.channel import WireError
 
 

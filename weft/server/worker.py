@@ -23,7 +23,7 @@ from weft.planner.sync import one_replica
 from weft.server.client_samples import Ints
 from weft.server.rendezvous import chief_address
 from weft.server.secure_aggregation import SecureClient
-from weft.server.shard import assign_weights
+from weft.server.server_shard import assign_weights
 from weft.training.build import build_state
 from weft.training.step import Stepper
 from weft.wire.channel import WireError

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.job.run_folder import RunDir
-from weft.supervisor.diagnosis import STACK_SIGNAL, FaultReport, blame, main_stack, where
 from weft.supervisor.failure_report import read_failure
+from weft.supervisor.hang_cause import STACK_SIGNAL, FaultReport, blame, main_stack, where
 from weft.supervisor.hang_detection import HangDetector
 from weft.supervisor.status_board import Record
 

@@ -9,8 +9,8 @@ from typing import Any
 from weft.job.errors import Exit
 from weft.job.run_folder import RunDir
 from weft.supervisor.attempt import Attempt
-from weft.supervisor.diagnosis import FaultReport
 from weft.supervisor.failure_report import explain_failure, read_failure
+from weft.supervisor.hang_cause import FaultReport
 from weft.supervisor.status_board import StatusBoard
 
 MAX_SAME_FAULT = {"exit": 3, "raised": 2}

@@ -18,8 +18,8 @@ from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.attempt import Attempt, read_attempt, write_attempt
-from weft.supervisor.diagnosis import FaultReport
 from weft.supervisor.failure_report import explain_failure, read_failure, remove_failures
+from weft.supervisor.hang_cause import FaultReport
 from weft.supervisor.hang_detection import HangDetector, first_steps_timeout_s
 from weft.supervisor.local_ranks import CLEAN_EXITS, GRACE_S, die_with_parent
 from weft.supervisor.memory_folder import write_file

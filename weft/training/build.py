@@ -30,7 +30,7 @@ from weft.optim.layer_rates import layer_rates
 from weft.optim.streamed_optimizer import StreamedOptimizers, Tiering
 from weft.parallel.apply import parallelize
 from weft.parallel.data.data_parallel import Replicas
-from weft.parallel.data.late_sums import PredictedSums
+from weft.parallel.data.delayed_sums import PredictedSums
 from weft.parallel.data.local_sgd import EveryStep, Rounds
 from weft.parallel.pipeline.executor import Pipelined
 from weft.parallel.spread_model import SpreadModel

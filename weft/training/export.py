@@ -25,8 +25,8 @@ from weft.job.store_path import explain
 from weft.models.build_model import build_model, meta_model
 from weft.planner.model.counts import count_parameters
 from weft.pretrained.adapters import base_model, merged, write_adapters
+from weft.pretrained.checkpoint_folder import CONFIG, SIDE_FOLDER, TOKENIZER, existing_folder, read_json
 from weft.pretrained.clip_family import with_sizes
-from weft.pretrained.folder import CONFIG, SIDE_FOLDER, TOKENIZER, existing_folder, read_json
 from weft.pretrained.writer import save_tensors, write_checkpoint_folder, write_shards
 from weft.training.interchange.foreign_export import MOMENTS, WRITERS, ExportedModel, write_foreign
 from weft.training.interchange.model_card import CARD, is_model_card, model_card

@@ -21,7 +21,7 @@ from weft.job.schema import Job
 from weft.models.decoding_cache import DecodingCache
 from weft.models.encoder_decoder import EncoderDecoder
 from weft.models.key_value_cache import KeyValueCache
-from weft.pretrained.folder import CONFIG, GENERATION_CONFIG, existing_folder, read_json
+from weft.pretrained.checkpoint_folder import CONFIG, GENERATION_CONFIG, existing_folder, read_json
 from weft.training.export import load_model
 
 

@@ -15,8 +15,8 @@ from weft.training.garbage_collection import GarbageCollection
 from weft.training.metrics import StepMetrics, peak_memory_gib
 from weft.training.pipeline_timeline import recording
 from weft.training.session import Session
-from weft.training.signals import Signals
 from weft.training.step import evaluation_text
+from weft.training.stop_requests import Signals
 from weft.watch.progress import Progress
 
 

@@ -26,9 +26,9 @@ from weft.supervisor.stop_signals import STOP_SIGNALS
 from weft.training.comm_metrics import CommMetrics
 from weft.training.noise_scale import NoiseScale
 from weft.training.run_energy import RunEnergy
-from weft.training.signals import Signals
 from weft.training.state import State
 from weft.training.step import Gradients
+from weft.training.stop_requests import Signals
 from weft.watch.traces.tracer import StepTracer
 
 MAX_RANKS_EACH_STEP = 16

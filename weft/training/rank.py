@@ -26,7 +26,7 @@ from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.failure_report import write_failure
 from weft.supervisor.process_name import set_process_name
-from weft.training.signals import Signals
+from weft.training.stop_requests import Signals
 
 if TYPE_CHECKING:
     from weft.checkpoint.memory_snapshots import Snapshots

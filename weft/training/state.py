@@ -49,7 +49,7 @@ class State:
     """Steps whose samples are read and not trained on, because the run was rolled back before them."""
     data_rounds: Rounds = field(default_factory=list)
     """The shards of a growing source (data/growing.py), or the counted parts of streamed ones
-    (data/formats/streamed.py)."""
+    (data/formats/streamed_files.py)."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by a name that does not depend on the layout. Each rank has its own random state."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.axis import Pending
-from weft.job.model_parts.named_loss import NamedLoss
+from weft.job.model_parts.loss_settings import NamedLoss
 from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.models.build_model import logits, loss_sum

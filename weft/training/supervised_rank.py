@@ -23,9 +23,9 @@ from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.attempt import Attempt, read_attempt
-from weft.supervisor.diagnosis import STACK_SIGNAL
 from weft.supervisor.failure_report import write_failure
 from weft.supervisor.fork_server import NoFirstFork, serve
+from weft.supervisor.hang_cause import STACK_SIGNAL
 from weft.supervisor.heartbeat import BoardHeartbeat, Fenced
 from weft.supervisor.local_ranks import die_with_parent
 from weft.supervisor.memory_folder import write_file
@@ -43,7 +43,7 @@ from weft.training.rank import (
     set_up_process,
     train_with_rollback,
 )
-from weft.training.signals import Signals
+from weft.training.stop_requests import Signals
 from weft.wire.secret import run_secret
 
 if TYPE_CHECKING:

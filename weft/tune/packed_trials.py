@@ -18,8 +18,8 @@ from weft.job.errors import Exit, FitError, JobError, MachineError, WeftError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.launch.queue.claim import claim
-from weft.launch.queue.folder import QueueFolder
 from weft.launch.queue.machine import this_machine
+from weft.launch.queue.queue_folder import QueueFolder
 from weft.launch.queue.records import QueueSettings, Request
 from weft.launch.queue.run_claim import queue_of, request_of
 from weft.launch.run_files import RunFiles

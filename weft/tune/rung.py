@@ -7,7 +7,7 @@ import sys
 from weft.job.errors import Exit
 from weft.training.loop import fit_or_explain
 from weft.training.session import Session
-from weft.training.signals import Signals
+from weft.training.stop_requests import Signals
 
 
 def train_until(session: Session, signals: Signals, step: int) -> Exit:

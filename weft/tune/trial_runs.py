@@ -13,7 +13,7 @@ from weft.job.errors import Exit, JobError, WeftError
 from weft.job.load import load_job
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
-from weft.launch.queue.folder import QueueFolder
+from weft.launch.queue.queue_folder import QueueFolder
 from weft.planner.advice.pinned_job import write_job
 from weft.tune.packed_trials import at_once, ranks_of_trial, run_packed, trial_queue
 from weft.tune.search_space import SAMPLERS, Dimension, parse_space

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.mesh import Mesh
-from weft.parallel.expert.load import ExpertLoad
+from weft.parallel.expert.expert_load import ExpertLoad
 
 FILE = "routes.pt"
 MIN_SPREAD = 1e-2

@@ -107,7 +107,7 @@ def sinks_of(run: RunDir, job: Job, journal: Journal, since: float) -> list[Sink
 
         found.append(PrometheusSink(job, run, job.watch.prometheus))
     if job.watch.alerts.to:
-        from weft.watch.alerts.sink import AlertSink
+        from weft.watch.alerts.delivery import AlertSink
 
         found.append(AlertSink(run, job, journal, since))
     return found

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageEnhance, ImageOps
 
 from weft.data.dataset import open_dataset
-from weft.data.vision import augment, operations
+from weft.data.vision import augment, image_operations
 from weft.data.vision.idx_files import FILES
 from weft.job import JobError, parse_job
 from weft.job.data import ImageData
@@ -199,11 +199,11 @@ def test_operations_of_augmentation_are_those_of_pillow() -> None:
         ("invert", 1.0): ImageOps.invert(image),
     }
     for (name, share), made in expected.items():
-        assert np.array_equal(operations.apply_operations(pixels, [(name, share)]), np.asarray(made)), name
-    for name in operations.RANDAUGMENT[:10]:  # a strength of 0 changes nothing
-        assert np.array_equal(operations.apply_operations(pixels, [(name, 0.0)]), pixels), name
-    for name in operations.OPERATIONS:
-        assert operations.apply_operations(picture(1, 1, 9), [(name, 0.7)]).shape == (9, 9, 1)
+        assert np.array_equal(image_operations.apply_operations(pixels, [(name, share)]), np.asarray(made)), name
+    for name in image_operations.RANDAUGMENT[:10]:  # a strength of 0 changes nothing
+        assert np.array_equal(image_operations.apply_operations(pixels, [(name, 0.0)]), pixels), name
+    for name in image_operations.OPERATIONS:
+        assert image_operations.apply_operations(picture(1, 1, 9), [(name, 0.7)]).shape == (9, 9, 1)
 
 
 @pytest.mark.parametrize("option", [{"autoaugment": True}, {"randaugment": 2, "magnitude": 12}])

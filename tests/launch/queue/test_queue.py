@@ -21,10 +21,10 @@ from weft.job.errors import FitError, JobError, MachineError
 from weft.job.load import parse_job
 from weft.job.run_folder import RunDir
 from weft.launch.queue.claim import INSIDE_CLAIM, claim
-from weft.launch.queue.folder import QueueFolder, queue_path
 from weft.launch.queue.listing import claims_of_runs, queue_state
 from weft.launch.queue.machine import run_command
 from weft.launch.queue.processes import end_claim
+from weft.launch.queue.queue_folder import QueueFolder, queue_path
 from weft.launch.queue.records import HELD, Capacity, ClaimRecord, QueuedGpu, QueueSettings, Request
 from weft.launch.queue.run_claim import claimed_for_run
 from weft.launch.queue.scheduling import impossible, make_schedule

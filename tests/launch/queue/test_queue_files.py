@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from weft.job.errors import MachineError
-from weft.launch.queue import folder as queue_folder
+from weft.launch.queue import queue_folder as queue_folder
 from weft.launch.queue.atomic_files import MAX_BYTES
 from weft.launch.queue.claim import claim
 from weft.launch.queue.fair_share import UsageFile
-from weft.launch.queue.folder import QueueFolder
 from weft.launch.queue.listing import queue_state
+from weft.launch.queue.queue_folder import QueueFolder
 from weft.launch.queue.records import Capacity, QueuedGpu, QueueSettings, Request
 from weft.launch.queue.scheduling import impossible
 

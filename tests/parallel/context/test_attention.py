@@ -17,7 +17,7 @@ from weft.data.loader import to_device
 from weft.launch.rank_pool import RankPool
 from weft.mesh import connect
 from weft.models.attention import REFERENCE, TokenInfo, attend, attend_backward, attention, merge
-from weft.parallel.context.attention import Context
+from weft.parallel.context.context_attention import Context
 from weft.parallel.context.sequence_split import SequenceSplit
 from weft.planner import make_plan
 from weft.planner.plan import Plan

@@ -15,8 +15,8 @@ import pytest
 from weft.job.load import load_job
 from weft.job.run_folder import RunDir
 from weft.job.watch import Alerts, AlertTarget
+from weft.watch.alerts.delivery import AlertLimit, AlertSink
 from weft.watch.alerts.rules import Alert, RunWatch
-from weft.watch.alerts.sink import AlertLimit, AlertSink
 from weft.watch.alerts.targets import AlertMessage, send
 from weft.watch.journal import Journal, read_jsonl
 

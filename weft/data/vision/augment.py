@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data.vision.operations import autoaugmented, randaugmented
+from weft.data.vision.image_operations import autoaugmented, randaugmented
 from weft.job.data import ImageData
 
 Pixels = NDArray[Any]

@@ -11,7 +11,7 @@ from weft.data.tasks.task_records import text_tokens
 from weft.data.tokenizer import load_tokenizer
 from weft.data.vision.caption_files import CaptionFiles, open_captions
 from weft.data.vision.image_dataset import ImageDataset
-from weft.data.vision.operations import check_operations
+from weft.data.vision.image_operations import check_operations
 from weft.job.data import ImageData
 from weft.job.errors import JobError
 from weft.job.schema import Job

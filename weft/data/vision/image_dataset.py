@@ -12,7 +12,7 @@ from weft.data.user_dataset import image_patches
 from weft.data.vision.augment import augmented, erased, mixed, plain, random_of
 from weft.data.vision.idx_files import URLS, find_idx, named_idx
 from weft.data.vision.image_files import ImageFiles, detect, open_files, open_idx
-from weft.data.vision.operations import check_operations
+from weft.data.vision.image_operations import check_operations
 from weft.job.data import ImageData
 from weft.job.errors import JobError
 from weft.job.schema import Job

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from weft.job.errors import FitError, JobError, MachineError
 from weft.launch.process_start import start_time
-from weft.launch.queue.folder import QueueFolder, boot_id
 from weft.launch.queue.processes import children_cpu_s
+from weft.launch.queue.queue_folder import QueueFolder, boot_id
 from weft.launch.queue.records import HELD, ClaimRecord, Request
 from weft.launch.queue.scheduling import impossible
 

@@ -6,8 +6,8 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from weft.launch.queue.folder import QueueFolder, queue_path, user_name
 from weft.launch.queue.processes import is_stopped
+from weft.launch.queue.queue_folder import QueueFolder, queue_path, user_name
 
 
 def queue_state(queue: QueueFolder) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from types import FrameType
 from weft.hardware.probe import probe
 from weft.job.errors import MachineError
 from weft.launch.queue.claim import claim
-from weft.launch.queue.folder import QueueFolder
+from weft.launch.queue.queue_folder import QueueFolder
 from weft.launch.queue.records import Capacity, QueuedGpu, Request
 
 FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)

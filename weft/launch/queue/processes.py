@@ -12,7 +12,7 @@ import psutil
 
 from weft.job.errors import MachineError
 from weft.launch.process_start import start_time
-from weft.launch.queue.folder import QueueFolder, is_locked
+from weft.launch.queue.queue_folder import QueueFolder, is_locked
 from weft.launch.queue.records import ClaimRecord
 
 GRACE_S, POLL_S = 15.0, 0.05

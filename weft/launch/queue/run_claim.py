@@ -12,7 +12,7 @@ from weft.hardware.probe import probe
 from weft.job.errors import JobError, MachineError
 from weft.job.schema import Job
 from weft.launch.queue.claim import INSIDE_CLAIM, claim
-from weft.launch.queue.folder import QueueFolder, queue_path
+from weft.launch.queue.queue_folder import QueueFolder, queue_path
 from weft.launch.queue.records import Request
 from weft.planner import Plan, make_plan
 

@@ -15,7 +15,7 @@ from typing import Any
 from weft.hardware.network import GLOO, NCCL
 from weft.job.cluster import Cluster
 from weft.job.errors import Exit, JobError
-from weft.job.launch.settings import LaunchSettings
+from weft.job.launch.launch_settings import LaunchSettings
 from weft.job.load import dump_yaml
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.job.errors import JobError
-from weft.job.model_parts.named_loss import NamedLoss
+from weft.job.model_parts.loss_settings import NamedLoss
 from weft.job.registry import find_object
 from weft.job.schema import Model
 from weft.job.train import RETRIEVAL_METRICS

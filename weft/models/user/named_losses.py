@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.comm.axis import Axis
 from weft.job.errors import JobError
-from weft.job.model_parts.named_loss import NamedLoss
+from weft.job.model_parts.loss_settings import NamedLoss
 from weft.job.registry import find_object, listed
 from weft.job.schema import Model
 from weft.memory.tensor_tracer_internals import has_values

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.job.model_parts.named_loss import NamedLoss
+from weft.job.model_parts.loss_settings import NamedLoss
 from weft.job.schema import Job
 
 Batch = dict[str, Tensor]

@@ -28,9 +28,9 @@ from weft.memory.split_master import copy_rounded, hollow, rounded
 from weft.parallel.data.bucket import Bucket
 from weft.parallel.data.bucket_queue import BucketQueue
 from weft.parallel.data.compression import Compressor
+from weft.parallel.data.delayed_sums import DelayedSums
 from weft.parallel.data.fsdp_compression import CompressedGather, CompressedScatter
 from weft.parallel.data.fsdp_internals import accumulate_gradients, reduce_now, sharded_params
-from weft.parallel.data.late_sums import LateSums
 
 
 def nothing() -> None:
@@ -78,7 +78,7 @@ class Replicas:
     def __init__(
         self, module: nn.Module, axis: Axis | None, dtype: torch.dtype, bucket_mb: float, summed: bool,
         start: Start | None = None, apart: frozenset[str] = frozenset(), start_apart: Start | None = None,
-        compressor: Compressor | None = None, late: LateSums | None = None,
+        compressor: Compressor | None = None, late: DelayedSums | None = None,
         low_halves: dict[str, Tensor] | None = None, gradients_away: frozenset[str] = frozenset(),
         released: bool = False,
     ):  # fmt: skip

@@ -18,7 +18,7 @@ from weft.comm.axis import Axis
 from weft.comm.shards import local_of, on_flat_
 from weft.parallel.data.compression import Compressor
 from weft.parallel.data.data_parallel import nothing
-from weft.parallel.expert.load import ExpertLoad
+from weft.parallel.expert.expert_load import ExpertLoad
 from weft.parallel.pipeline.boundary import Boundary, Layout, message_layout, pack, unpack
 from weft.parallel.pipeline.messages import Message, StageLinks, Transfer, sent_by, transfers_of
 from weft.parallel.pipeline.split_backward import WeightPart, backward_input, backward_weights

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from weft.job.model import FAMILIES
-from weft.job.model_parts.lora import Lora
+from weft.job.model_parts.lora_settings import Lora
 from weft.job.schema import Latent, Model
 
 Shape = tuple[int, ...]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.job.model_parts.lora import LAYERS
+from weft.job.model_parts.lora_settings import LAYERS
 from weft.job.schema import Job
 from weft.planner.model.weight_table import weights_of
 from weft.planner.plan import Plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.job.model_parts.named_loss import NamedLoss
+from weft.job.model_parts.loss_settings import NamedLoss
 from weft.job.schema import Job
 from weft.planner.plan import Plan
 

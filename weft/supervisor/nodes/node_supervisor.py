@@ -19,7 +19,7 @@ from weft.job.errors import Exit, MachineError, WeftError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
-from weft.supervisor.diagnosis import FaultReport
+from weft.supervisor.hang_cause import FaultReport
 from weft.supervisor.local_ranks import CLEAN_EXITS
 from weft.supervisor.nodes.consensus import SILENT, Decision, NodeRanks, Proposal, Report, keep_ranks_in_place
 from weft.supervisor.nodes.membership import Membership, incarnations

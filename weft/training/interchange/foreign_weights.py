@@ -11,8 +11,8 @@ from torch import Tensor
 from weft.job.errors import JobError
 from weft.job.schema import Model
 from weft.models.build_model import build_model
+from weft.pretrained.checkpoint_folder import CONFIG, read_json
 from weft.pretrained.config import read_fields
-from weft.pretrained.folder import CONFIG, read_json
 from weft.pretrained.reader import copy_part
 from weft.pretrained.tensor_forms import FORMS, FileTensor, Shape, TensorPart, file_tensors, named_shapes
 from weft.training.interchange.name_schemes import schemes_of

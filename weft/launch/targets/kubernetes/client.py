@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from weft.job.errors import JobError, MachineError
-from weft.job.launch.settings import KubernetesOptions
+from weft.job.launch.launch_settings import KubernetesOptions
 
 CORE = {"ConfigMap": "config_map", "Service": "service"}
 """Kinds of the core API and the client's names for them."""

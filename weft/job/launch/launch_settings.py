@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from weft.job.errors import JobError
-from weft.job.launch.rule import Rule, parse_rule
+from weft.job.launch.when_rule import Rule, parse_rule
 from weft.job.section import Section, limits
 
 TIME_LIMIT = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")

@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from weft.data.build_part import RecordLayout, part_is_complete, part_path, read_part, write_part
+from weft.data.build_sources import PART_BYTES, Part, SourceFile, find_files, split_into_parts
 from weft.data.build_store import record_layout
 from weft.data.cache_folder import cache_folder
 from weft.data.formats.record_files import RECORD_FORMATS
 from weft.data.growing import Rounds
 from weft.data.prepared_files import settings_hash
 from weft.data.sampler import Ints, shuffle
-from weft.data.sources import PART_BYTES, Part, SourceFile, find_files, split_into_parts
 from weft.data.store import token_dtype
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.job.data import Data

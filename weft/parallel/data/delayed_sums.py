@@ -28,7 +28,7 @@ Averages = list[Tensor]
 """Mean gradients, one flat tensor a bucket."""
 
 
-class LateSums:
+class DelayedSums:
     """Starts to sum copies of buckets. The buckets keep this rank's own gradients."""
 
     def __init__(self, axis: Axis):
@@ -51,7 +51,7 @@ class LateReplicas(Protocol):
 
     buckets: list[Bucket]
     master_params: Tensors
-    late: LateSums | None
+    late: DelayedSums | None
 
     def refresh(self) -> None: ...
 
