@@ -191,7 +191,7 @@ def shapes() -> str:
     rows = ["## Shapes\n", "| `model.shape` | short | family | parameters |", "|---|---|---|---|"]
     short = {name: alias for alias, name in ALIASES.items()}
     for name, fields in SHAPES.items():
-        data = Data(source="synthetic", seq_len=128)
+        data = Data(source="synthetic")
         counts = count_parameters(resolve(Job(model=Model(shape=name), data=data)).model)
         size = human_count(counts.total) if counts else "–"
         rows.append(f"| `{name}` | {f'`{short[name]}`' if name in short else ''} | {fields['family']} | {size} |")

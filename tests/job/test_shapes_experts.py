@@ -1,4 +1,4 @@
-"""Expert settings of a job override those of its shape, field by field."""
+"""Settings of a job override those of its shape, field by field."""
 
 import pytest
 
@@ -27,3 +27,10 @@ def test_checks_run_after_the_shape_is_resolved() -> None:
     for experts, words in (({"top_k": 9}, "top_k=9 of count=8"), ({"groups": 3}, "count=8 experts evenly")):
         with pytest.raises(JobError, match=words):
             resolve(parse_job({"model": {"shape": "moe-tiny", "experts": experts}}))
+
+
+def test_texts_are_at_most_as_long_as_the_positions_of_the_text_tower() -> None:
+    job = resolve(parse_job({"model": "clip-vit-b32", "data": {"source": "synthetic"}}))
+    assert job.data.seq_len == 77
+    with pytest.raises(JobError, match="data.seq_len=128 is longer than model.max_len=77; seq_len=77 would work"):
+        resolve(parse_job({"model": "clip-vit-b32", "data": {"source": "synthetic", "seq_len": 128}}))

@@ -41,6 +41,13 @@ class ReadsValues(Stack):
         return super().forward(inputs) * float(inputs.max() >= 0)
 
 
+class WrongSizes(Stack):
+    """Adds tensors whose sizes differ."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) + self.embed(inputs)
+
+
 NOT_OURS: dict[str, Any] = dict.fromkeys(("family", "dim", "layers", "heads", "kv_heads", "ffn", "vocab"))
 
 
@@ -73,9 +80,16 @@ def test_step_time_on_a_device_of_the_catalog() -> None:
     assert 0 < fast["step_time_s"] <= slow["step_time_s"] < 1 and 0 < fast["mfu"] < 1
 
 
-def test_a_module_that_needs_values_is_planned_without() -> None:
-    found = weft.plan(job("ReadsValues"), 2)
+def test_more_memory_than_the_device_has_is_reported() -> None:
+    settings = ("cluster.device=t4", "cluster.memory_gib=0.0001", "precision=fp16", "cluster.devices_per_node=2")
+    assert weft.plan(job("Stack", *settings), 2).reasons[-1].startswith("more than the 0.0 GiB of t4 are predicted")
+
+
+@pytest.mark.parametrize("name", ["ReadsValues", "WrongSizes"])
+def test_a_module_that_cannot_be_traced_is_planned_without(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    found = weft.plan(job(name), 2)
     assert found.predicted == {} and "memory and time are not predicted: " in found.reasons[-1]
+    assert not caplog.records, "torch prints the failure of an operator too"
 
 
 def test_a_plan_downloads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ class Memory(Section):
     products and attention (selective), a number of whole blocks, or every block (full). auto recomputes the least that
     fits into memory."""
     budget_gib: float | None = Field(None, gt=0)
-    """Memory budget of a rank, from which the layout and recompute: auto are chosen. Default: 90 % of the device's
+    """Memory budget of a rank, from which the layout and recompute: auto are chosen. Default: 94 % of the device's
     memory."""
     offload: Literal["none", "activations", "states", "all", "auto"] = "none"
     """What lives outside of the device. activations moves the saved inputs and attention outputs of each block to host

@@ -104,7 +104,15 @@ def resolve(job: Job) -> Job:
         return job
     if job.model.pretrained and job.model.family is None:  # else it is resolved, and the checkpoint may be elsewhere
         job = _with_pretrained(job, job.model.pretrained)
-    return job.model_copy(update={"model": _resolve_model(job.model, job.data)})
+    model, data = _resolve_model(job.model, job.data), job.data
+    if model.towers and model.max_len and "seq_len" not in data.model_fields_set:
+        data = data.model_copy(update={"seq_len": model.max_len})
+    if model.towers and model.max_len and data.seq_len > model.max_len:
+        raise JobError(
+            f"data.seq_len={data.seq_len} is longer than model.max_len={model.max_len}; "
+            f"seq_len={model.max_len} would work"
+        )
+    return job.model_copy(update={"model": model, "data": data})
 
 
 def _with_pretrained(job: Job, name: str) -> Job:
@@ -126,7 +134,7 @@ def _with_pretrained(job: Job, name: str) -> Job:
     if "tokenizer" not in data.model_fields_set:
         tokenizer = find_object("weft.pretrained.config:tokenizer_path", "model.pretrained")(name)
         data = data.model_copy(update={"tokenizer": tokenizer or data.tokenizer})
-    if (model.is_classifier or model.towers) and "seq_len" not in data.model_fields_set:
+    if model.is_classifier and "seq_len" not in data.model_fields_set:
         data = data.model_copy(update={"seq_len": model.max_len})
     return job.model_copy(update={"model": model, "data": data})
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +21,7 @@ __all__ = [
     "operator_name",
     "overloads",
     "patched",
+    "quiet_tracing",
     "storage_key",
     "tree_leaves",
 ]
@@ -30,6 +33,18 @@ cpu_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention
 def fake_tensors() -> FakeTensorMode:
     """Inside it, tensors have shapes and no data."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def quiet_tracing() -> Iterator[None]:
+    """An operator that fails on tensors without data raises its error, and torch does not print it too."""
+    logger = logging.getLogger(fake_tensor.__name__)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def has_values(tensor: torch.Tensor) -> bool:

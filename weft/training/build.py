@@ -16,11 +16,12 @@ from weft.comm.algorithms import summing
 from weft.comm.shards import local_of
 from weft.data.dataset import Dataset, is_local, open_dataset
 from weft.data.loader import Loader
+from weft.hardware.probe import probe
 from weft.job.errors import MachineError, WeftError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.memory.tensor_tracer import Tracer
-from weft.memory.tensor_tracer_internals import fake_tensors
+from weft.memory.tensor_tracer_internals import fake_tensors, quiet_tracing
 from weft.mesh import Mesh, ranks_of_a_node
 from weft.models.build_model import build_model, loss_sum
 from weft.models.user.module import given_parameters
@@ -37,6 +38,7 @@ from weft.parallel.spread_model import SpreadModel
 from weft.parallel.units import find_units
 from weft.planner.module_costs import ModuleFacts, predict_module
 from weft.planner.plan import Plan
+from weft.planner.ranks import device_memory, device_of
 from weft.precision import COMPUTE_DTYPES, LossScale
 from weft.training.initial_weights import InitialWeights
 from weft.training.state import State
@@ -152,7 +154,7 @@ def with_prediction(job: Job, plan: Plan, dataset: Dataset | None = None) -> Pla
     if not job.model.module or plan.predicted:
         return plan
     try:
-        with warnings.catch_warnings(), fork_rng(devices=[]):  # the run draws what it would without
+        with warnings.catch_warnings(), quiet_tracing(), fork_rng(devices=[]):  # the run draws what it would without
             warnings.simplefilter("ignore")
             if dataset is None and not is_local(job):
                 raise MachineError("the data is not on this machine, and only weft train downloads it")
@@ -161,7 +163,12 @@ def with_prediction(job: Job, plan: Plan, dataset: Dataset | None = None) -> Pla
         text = str(error) if isinstance(error, WeftError) else error_text(error)
         why = f"memory and time are not predicted: {text.strip().partition(chr(10))[0]}"
         return plan if why in plan.reasons else replace(plan, reasons=(*plan.reasons, why))
-    return replace(plan, predicted=predict_module(job, plan, facts))
+    predicted = predict_module(job, plan, facts)
+    limit = device_memory(job, device_of(job, plan), probe(), plan.world)
+    if predicted["memory_gib"] > limit:
+        why = f"more than the {limit:.1f} GiB of {plan.device_name} are predicted; a smaller train.microbatch needs less"
+        plan = replace(plan, reasons=(*plan.reasons, why))
+    return replace(plan, predicted=predicted)
 
 
 def write_plan(run: RunDir, plan: Plan) -> None:

@@ -46,6 +46,7 @@ def made() -> Survey:
         ("cp=2 ulysses", "slower", "(ulysses)"),
         ("microbatches=4", "slower", "a step"),
         ("microbatch=3", "cannot be", "is not a multiple of microbatch=3"),
+        ("dp_shard=1 zero=3 tp=8", "slower", "tp 8"),
         ("zero=7", "cannot be", "is not a stage of ZeRO; 1, 2 or 3 would work"),
         ("dp_replicate=16", "does not fit", "too much; its largest part is"),
     ],

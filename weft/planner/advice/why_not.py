@@ -38,6 +38,8 @@ def why_not(made: Survey, text: str) -> dict[str, Any]:
     space = search.space
     if not space.experts:
         only.pop("ep", None)
+    if named.get("dp_shard") == 1:  # nothing is sharded, whatever the stage
+        only.pop("zero", None)
     if "schedule" in named or "virtual_stages" in named:
         space = space.restricted(schedules=_schedules(named))
     if named.get("cp_style") in space.cp_style:
