@@ -82,7 +82,7 @@ def test_step_time_on_a_device_of_the_catalog() -> None:
 
 def test_more_memory_than_the_device_has_is_reported() -> None:
     settings = ("cluster.device=t4", "cluster.memory_gib=0.0001", "precision=fp16", "cluster.devices_per_node=2")
-    assert weft.plan(job("Stack", *settings), 2).reasons[-1].startswith("more than the 0.0 GiB of t4 are predicted")
+    assert weft.plan(job("Stack", *settings), 2).reasons[-1].startswith("t4 has 0.0 GiB, and more is predicted")
 
 
 @pytest.mark.parametrize("name", ["ReadsValues", "WrongSizes"])

@@ -166,7 +166,7 @@ def with_prediction(job: Job, plan: Plan, dataset: Dataset | None = None) -> Pla
     predicted = predict_module(job, plan, facts)
     limit = device_memory(job, device_of(job, plan), probe(), plan.world)
     if predicted["memory_gib"] > limit:
-        why = f"more than the {limit:.1f} GiB of {plan.device_name} are predicted; a smaller train.microbatch needs less"
+        why = f"{plan.device_name} has {limit:.1f} GiB, and more is predicted; a smaller train.microbatch needs less"
         plan = replace(plan, reasons=(*plan.reasons, why))
     return replace(plan, predicted=predicted)
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from weft.job import parse_job
 from weft.planner import make_plan
+from weft.planner.estimator import make_estimator
 from weft.planner.job_estimate import estimate_job
+from weft.planner.make_plan import start_plan
 from weft.planner.memory.peak_walk import PARTS
+from weft.planner.search.space import all_layouts, job_space
 
 LLAMA: dict[str, Any] = {"family": "llama", "dim": 2048, "layers": 16, "heads": 16, "ffn": 5632, "vocab": 32000}
 MOE = {**LLAMA, "experts": {"count": 8, "top_k": 2, "ffn": 2048}}
@@ -95,3 +99,20 @@ def test_long_sequences_run_in_chunks() -> None:
     assert longer["activations"] == pytest.approx(2 * long["activations"], rel=0.05)
     # a block keeps its input and attention's output
     assert long["activations"] == pytest.approx(16 * 131_072 * 2 * 2048 * 2 / 2**30, rel=0.3)
+
+
+T5 = {"family": "t5", "dim": 1024, "layers": 20, "heads": 16, "vocab": 32128}
+
+
+@pytest.mark.parametrize("model", [{**LLAMA, "layers": 17}, T5, {**MOE, "experts": {**MOE["experts"], "first_dense": 3}}])
+def test_the_peak_is_that_of_the_fullest_rank(model: dict[str, Any]) -> None:
+    raw = {
+        "model": model, "data": {"source": "synthetic", "seq_len": 1024}, "train": {"global_batch": 32},
+        "cluster": {"device": "a100", "devices_per_node": 5},
+    }  # fmt: skip
+    start = start_plan(parse_job(raw))
+    estimator = make_estimator(start.job, start.plan, start.world, start.device, start.memory_gib)
+    layouts = all_layouts(job_space(start.job, start.world, "bf16"))
+    layouts = layouts.take(np.flatnonzero(layouts.pp == 5)[::3])
+    ranks = [sum(estimator.stage_gib(layouts, np.full(len(layouts), rank)).values()) for rank in range(5)]
+    assert estimator.peak_gib(layouts) == pytest.approx(np.max(ranks, axis=0), rel=1e-9)

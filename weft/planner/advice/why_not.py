@@ -46,7 +46,7 @@ def why_not(made: Survey, text: str) -> dict[str, Any]:
         space = space.restricted(cp_style=(named["cp_style"],))
     if "recompute" in named:
         space = space.restricted(recompute=(named["recompute"],), by_block=False)
-    found = search.find(fine=space, **only)
+    found = search.find(fine=space, beside=float(made.found.times.min()) if made.fits else None, **only)
     if found.size == 0:
         return {**answer, "verdict": "cannot be", "because": _no_product(made, named)}
     if len(found) == 0:

@@ -134,23 +134,15 @@ class EngineMemory:
         size = len(layouts)
         piped = np.flatnonzero(layouts.pp > 1)
         pipelines = layouts.take(piped)
-        middle = self.stages.largest(pipelines)
-        # the second rank has two neighbours: it holds more messages, where as many microbatches are in flight
-        (first,), (second,) = (
-            microbatches_by_schedule(pipelines, np.full(len(piped), index), "in_flight") for index in (0, 1)
-        )
-        middle = np.where(
-            (middle == 0) & (pipelines.pp > 2) & ((self.plan.backend == "gloo") | (second >= first)), 1, middle
-        )
-        inner = middle > 0
+        one_pass = _recomputes_all(pipelines) & SPLITS[pipelines.schedule]
+        inner, middle = self.stages.inner(pipelines, one_pass, self.plan.backend == "gloo")
         which = np.concatenate([np.arange(size), piped, piped[inner]])
-        at = np.concatenate([np.zeros(size, np.int64), layouts.pp[piped] - 1, middle[inner]])
+        at = np.concatenate([np.zeros(size, np.int64), layouts.pp[piped] - 1, middle])
         found = self._trace(layouts.take(which), Place(at), detail)
         best = np.arange(size)
-        for some, offset in ((piped, size), (piped[inner], size + len(piped))):
-            other = offset + np.arange(len(some))
-            heavier = found["total"][other] > found["total"][best[some]]
-            best[some] = np.where(heavier, other, best[some])
+        if len(piped):
+            order = np.argsort(-found["total"], kind="stable")[::-1]
+            best[which[order]] = order  # the last one stays, which is the heaviest
         return {part: held[best] for part, held in found.items()}
 
     def _ranks(self, layouts: Layouts, place: Place, least: bool = False) -> tuple[Rank, dict[str, UnitSizes]]:

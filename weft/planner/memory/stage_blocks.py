@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from weft.job.schema import Job
 from weft.planner.model.counts import part_costs
 from weft.planner.model.model_facts import Size
 from weft.planner.schedules.actions import vee
+from weft.planner.schedules.known_schedules import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.schedules.stage_split import split_layers, split_stages
 from weft.planner.search.candidates import Layouts, distinct
 
@@ -58,6 +58,7 @@ class StageBlocks:
         self.layers = job.model.layers or 0
         self.first_dense = self.layers if job.model.first_blocks is None else job.model.first_blocks
         self._ranks = cache(self._by_rank)
+        self._inner = cache(self._inner_ranks)
         self._split = cache(partial(split_blocks, job))
         self.job = job
 
@@ -87,27 +88,56 @@ class StageBlocks:
 
     def at(self, layouts: Layouts, index: Size) -> BlockCounts:
         """Blocks of pipeline rank `index`."""
-        table = self._look_up(layouts, index, lambda ranks, i: ranks[i])
-        return BlockCounts(*np.array(table[0], float).reshape(-1, 4)[table[1]].T)
+        piped, (pairs, again) = layouts.pp > 1, self._columns(layouts)
+        columns = (
+            layouts.pp, np.where(piped, layouts.virtual_stages, 1), layouts.back_and_forth & piped, pairs, again, index,
+        )  # fmt: skip
+        first, position = distinct(*columns)
+        given = zip(*(column[first].tolist() for column in columns), strict=True)
+        table = [self._ranks(*pipeline)[i] for *pipeline, i in given]
+        return BlockCounts(*np.array(table, float).reshape(-1, 4)[position].T)
 
-    def largest(self, layouts: Layouts) -> Size:
-        """The first rank between the ends of each pipeline that has more blocks than the first, or more with experts;
-        0 where there is none."""
-        table, position = self._look_up(layouts, np.zeros(len(layouts), np.int64), lambda ranks, _: _larger(ranks))
-        return np.array(table, np.int64)[position]
+    def inner(self, layouts: Layouts, one_pass: Size, copied: bool) -> tuple[Size, Size]:
+        """Ranks between the ends of pipelines that may hold most: the layout of each, and its place. `one_pass` where
+        all gradients are made in one pass; `copied` where ranks keep copies of what they send."""
+        pairs, again = self._columns(layouts)
+        count = np.minimum(layouts.accumulation, 4 * layouts.pp * layouts.virtual_stages)  # more change nothing
+        columns = (layouts.pp, layouts.virtual_stages, pairs, again, layouts.schedule, count, one_pass)
+        first, position = distinct(*columns)
+        rows = [self._inner(*given, copied) for given in zip(*(c[first].tolist() for c in columns), strict=True)]
+        table = np.zeros((len(rows), max(map(len, rows), default=0)), np.int64)
+        for row, found in zip(table, rows, strict=True):
+            row[: len(found)] = found
+        at = table[position]
+        which, number = np.nonzero(at)
+        return which, at[which, number]
 
-    def _look_up(self, layouts: Layouts, index: Size, row: Callable[[Ranks, int], Any]) -> tuple[list[Any], Any]:
-        """A row for each kind of pipeline and rank, and the position of each layout's."""
-        piped = layouts.pp > 1
-        virtual = np.where(piped, layouts.virtual_stages, 1)
-        shape = layouts.back_and_forth & piped
-        pairs = (layouts.tp > 1) & (self.job.model.is_stack)
-        again = np.clip(layouts.recompute_blocks, 0, self.layers)
-        first, position = distinct(layouts.pp, virtual, shape, pairs, index, again)
-        columns = (each[first].tolist() for each in (layouts.pp, virtual, shape, pairs, again, index))
-        return [row(self._ranks(*given), i) for *given, i in zip(*columns, strict=True)], position
+    def _inner_ranks(
+        self, pp: int, virtual: int, pairs: bool, again: int, schedule: int, count: int, one_pass: bool, copied: bool
+    ) -> list[int]:
+        """Of inner ranks with equal blocks, those with most microbatches, or most that wait for gradients of weights;
+        without those that hold less than another one, or than the first rank, which has one neighbour."""
+        entry = SCHEDULES[SCHEDULE_NAMES[schedule]]
+        waits = entry.awaiting_backward if one_pass else None
+        given = pp, virtual, np.arange(pp), count
+        flight = np.minimum((waits or entry.in_flight)(*given), count) + np.zeros(pp)
+        pending = (0.0 if one_pass else entry.pending(*given)) + np.zeros(pp)
+        ranks = self._ranks(pp, virtual, entry.last_stage_on_first_rank, pairs, again)
+        vee_shaped = entry.last_stage_on_first_rank
+        steady = vee_shaped & (count > flight * virtual - given[2] - 1)  # gradients are there while as many wait
+        rows = [(d, b - d, -a, flight[r], pending[r], steady[r]) for r, (b, d, _, a) in enumerate(ranks)]
+        kinds: dict[Any, list[int]] = {}
+        for r in range(1, pp - 1):
+            kinds.setdefault(rows[r][:3], []).append(r)
+        most = {max(same, key=lambda r: (rows[r][i], rows[r], -r)) for same in kinds.values() for i in (3, 4, 5)}
+        rivals = [0, *most] if not copied else most
 
+        def beaten(r: int) -> bool:
+            others = (o for o in rivals if o != r and (o or flight[0] > flight[r]))
+            return any(all(x >= y for x, y in zip(rows[o], rows[r], strict=True)) for o in others)
 
-def _larger(ranks: Ranks) -> int:
-    inner = min(range(1, len(ranks) - 1), key=lambda r: (-ranks[r][0], ranks[r][1], r), default=0)
-    return inner if ranks[inner][0] > ranks[0][0] or ranks[inner][1] < ranks[0][1] else 0
+        return sorted(r for r in most if not beaten(r))
+
+    def _columns(self, layouts: Layouts) -> tuple[Size, Size]:
+        """Whether layers are cut in pairs, and how many blocks are recomputed."""
+        return (layouts.tp > 1) & self.job.model.is_stack, np.clip(layouts.recompute_blocks, 0, self.layers)

@@ -101,8 +101,11 @@ class LayoutSearch:
             (np.zeros(number), np.zeros(number)) if few else _row_bounds(space, estimator, self.rows)
         )
 
-    def find(self, top: int = 1, front: bool = False, fine: Space | None = None, **only: Any) -> SearchResult:
-        """Search the rows whose settings are among `only` (such as tp=(1,)); `fine` narrows schedules and the like."""
+    def find(
+        self, top: int = 1, front: bool = False, fine: Space | None = None, beside: float | None = None, **only: Any
+    ) -> SearchResult:
+        """Search the rows whose settings are among `only` (such as tp=(1,)); `fine` narrows schedules and the like,
+        `beside` is the best time of the search whose order is used."""
         space, estimator, rows, times, peaks = fine or self.space, self.estimator, self.rows, self.times, self.peaks
         if only:
             mask = np.logical_and.reduce([np.isin(rows[name], values) for name, values in only.items()])
@@ -119,7 +122,7 @@ class LayoutSearch:
             at, opened = at + opened, ROWS_AT_ONCE
             if len(batch):
                 estimated += _open_rows(space, estimator, {key: array[batch] for key, array in rows.items()}, kept)
-        found = kept.result(layouts_of(space, _none(rows)))
+        found = kept.result(layouts_of(space, _none(rows)), beside)
         return SearchResult(space, estimator, *found, size, estimated, rows, peaks)
 
 

@@ -29,9 +29,12 @@ def complexity(layouts: Layouts) -> NDArray[np.float64]:
     return np.asarray(sum(np.asarray(part, float) for part in several))
 
 
-def ranked(layouts: Layouts, times: NDArray[np.float64], peaks: NDArray[np.float64]) -> IntArray:
-    """Order of layouts, the best first: by time in steps of TIME_TOLERANCE, then complexity, time and memory."""
-    steps = np.floor(np.log(times / times.min()) / TIME_TOLERANCE)
+def ranked(
+    layouts: Layouts, times: NDArray[np.float64], peaks: NDArray[np.float64], beside: float | None
+) -> IntArray:
+    """Order of layouts, the best first: by time in steps of TIME_TOLERANCE from the fastest, or from a time that they
+    stand beside, then complexity, time and memory."""
+    steps = np.floor(np.log(times / (beside or times.min())) / TIME_TOLERANCE)
     return np.lexsort((peaks, times, complexity(layouts), steps)).astype(np.int64)
 
 
@@ -81,10 +84,12 @@ class BestLayouts:
         self.parts = [Layouts.join(self.parts).take(keep)]
         self.times, self.peaks, self.keys = self.times[keep], self.peaks[keep], self.keys[keep]
 
-    def result(self, none: Layouts) -> tuple[Layouts, NDArray[np.float64], NDArray[np.float64]]:
-        """Layouts, times and peaks, the best first; `none` where nothing was kept."""
+    def result(
+        self, none: Layouts, beside: float | None = None
+    ) -> tuple[Layouts, NDArray[np.float64], NDArray[np.float64]]:
+        """Layouts, times and peaks, the best first as `ranked` has it; `none` where nothing was kept."""
         if len(self.times) == 0:
             return none, self.times, self.peaks
         layouts = Layouts.join(self.parts)
-        order = ranked(layouts, self.times, self.peaks)
+        order = ranked(layouts, self.times, self.peaks, beside)
         return layouts.take(order), self.times[order], self.peaks[order]
