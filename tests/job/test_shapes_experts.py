@@ -32,5 +32,5 @@ def test_checks_run_after_the_shape_is_resolved() -> None:
 def test_texts_are_at_most_as_long_as_the_positions_of_the_text_tower() -> None:
     job = resolve(parse_job({"model": "clip-vit-b32", "data": {"source": "synthetic"}}))
     assert job.data.seq_len == 77
-    with pytest.raises(JobError, match="data.seq_len=128 is longer than model.max_len=77; seq_len=77 would work"):
+    with pytest.raises(JobError, match=r"is longer than model\.max_len=77; seq_len=77 would work"):
         resolve(parse_job({"model": "clip-vit-b32", "data": {"source": "synthetic", "seq_len": 128}}))

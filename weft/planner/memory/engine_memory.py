@@ -135,14 +135,15 @@ class EngineMemory:
         piped = np.flatnonzero(layouts.pp > 1)
         pipelines = layouts.take(piped)
         one_pass = _recomputes_all(pipelines) & SPLITS[pipelines.schedule]
-        inner, middle = self.stages.inner(pipelines, one_pass, self.plan.backend == "gloo")
-        which = np.concatenate([np.arange(size), piped, piped[inner]])
-        at = np.concatenate([np.zeros(size, np.int64), layouts.pp[piped] - 1, middle])
-        found = self._trace(layouts.take(which), Place(at), detail)
-        best = np.arange(size)
-        if len(piped):
-            order = np.argsort(-found["total"], kind="stable")[::-1]
-            best[which[order]] = order  # the last one stays, which is the heaviest
+        inner = self.stages.inner(pipelines, one_pass, self.plan.backend == "gloo")
+        some = [np.arange(size), piped, *(piped[number > 0] for number in inner)]
+        at = [np.zeros(size, np.int64), pipelines.pp - 1, *(number[number > 0] for number in inner)]
+        found = self._trace(layouts.take(np.concatenate(some)), Place(np.concatenate(at)), detail)
+        best, offset = np.arange(size), size
+        for which in some[1:]:
+            other = offset + np.arange(len(which))
+            heavier = found["total"][other] > found["total"][best[which]]
+            best[which], offset = np.where(heavier, other, best[which]), offset + len(which)
         return {part: held[best] for part, held in found.items()}
 
     def _ranks(self, layouts: Layouts, place: Place, least: bool = False) -> tuple[Rank, dict[str, UnitSizes]]:

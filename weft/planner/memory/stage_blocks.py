@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,20 +98,15 @@ class StageBlocks:
         table = [self._ranks(*pipeline)[i] for *pipeline, i in given]
         return BlockCounts(*np.array(table, float).reshape(-1, 4)[position].T)
 
-    def inner(self, layouts: Layouts, one_pass: Size, copied: bool) -> tuple[Size, Size]:
-        """Ranks between the ends of pipelines that may hold most: the layout of each, and its place. `one_pass` where
-        all gradients are made in one pass; `copied` where ranks keep copies of what they send."""
+    def inner(self, layouts: Layouts, one_pass: Size, copied: bool) -> list[Size]:
+        """Ranks between the ends of pipelines that may hold most, one or more of each layout; 0 where there are fewer.
+        `one_pass` where all gradients are made in one pass; `copied` where ranks keep copies of what they send."""
         pairs, again = self._columns(layouts)
-        count = np.minimum(layouts.accumulation, 4 * layouts.pp * layouts.virtual_stages)  # more change nothing
+        count = np.minimum(layouts.accumulation, 2 * layouts.pp + 1)  # more change nothing
         columns = (layouts.pp, layouts.virtual_stages, pairs, again, layouts.schedule, count, one_pass)
         first, position = distinct(*columns)
         rows = [self._inner(*given, copied) for given in zip(*(c[first].tolist() for c in columns), strict=True)]
-        table = np.zeros((len(rows), max(map(len, rows), default=0)), np.int64)
-        for row, found in zip(table, rows, strict=True):
-            row[: len(found)] = found
-        at = table[position]
-        which, number = np.nonzero(at)
-        return which, at[which, number]
+        return [np.array(number)[position] for number in zip_longest(*rows, fillvalue=0)]
 
     def _inner_ranks(
         self, pp: int, virtual: int, pairs: bool, again: int, schedule: int, count: int, one_pass: bool, copied: bool

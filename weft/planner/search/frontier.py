@@ -29,9 +29,7 @@ def complexity(layouts: Layouts) -> NDArray[np.float64]:
     return np.asarray(sum(np.asarray(part, float) for part in several))
 
 
-def ranked(
-    layouts: Layouts, times: NDArray[np.float64], peaks: NDArray[np.float64], beside: float | None
-) -> IntArray:
+def ranked(layouts: Layouts, times: NDArray[np.float64], peaks: NDArray[np.float64], beside: float | None) -> IntArray:
     """Order of layouts, the best first: by time in steps of TIME_TOLERANCE from the fastest, or from a time that they
     stand beside, then complexity, time and memory."""
     steps = np.floor(np.log(times / (beside or times.min())) / TIME_TOLERANCE)
