@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import on_ranks
-from helpers.parity import check, differences, make_job, run, section
+from helpers.parity import ONE_PASS, check, differences, make_job, run, section
 from test_user_modules import DATA, NOT_OURS
 
 from weft.job.errors import JobError
@@ -55,6 +55,15 @@ def test_batch_norm_of_each_rank(pool: RankPool) -> None:
     job = make_job(model={**RESNET, "batch_norm": "rank"}, data=data, train=train)
     found = differences(run(pool, job, "1"), run(pool, job, DATA[0]))
     assert any(what.startswith("gradient:") for what in found)
+
+
+def test_mixed_images_of_a_vit(pool: RankPool) -> None:
+    """Targets of mixup and CutMix are probabilities, with label smoothing, in every split of the classes."""
+    model = {**NOT_OURS, "family": "vit", "dim": 16, "layers": 2, "heads": 4, "ffn": 32, "vocab": 5, "patch": 7}
+    images = {"size": 14, "crop": 0.3, "autoaugment": True, "mixup": 0.8, "cutmix": 1.0}
+    data = {"source": "synthetic", "seq_len": 4, "images": images}
+    job = make_job(ONE_PASS, model=model, data=data, train={"label_smoothing": 0.1, "ema": 0.9})
+    check(pool, job, (DATA[2], "tp 2", "cp 2 × tp 2", "pp 2 × dp_replicate 2"))
 
 
 METRICS = ["accuracy", "top5", "perplexity", "helpers.own_models:margin"]

@@ -156,9 +156,9 @@ def _mixed_sources(job: Job) -> list[Job]:
 def _open_source(job: Job, source: str, format: str | None) -> Dataset:
     """The dataset of one source."""
     data = job.data
-    if source == "synthetic":
-        return open_synthetic(job)
     own = job.model_copy(update={"data": data.model_copy(update={"source": source})})
+    if source == "synthetic":
+        return open_images(own) if reads_images(own) else open_synthetic(own)
     if reads_captions(own):
         return open_image_captions(own)
     if format is None and reads_ratings(own):

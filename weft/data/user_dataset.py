@@ -180,7 +180,8 @@ class UserDataset:
         if "valid" not in sample:
             # integer targets have one loss each; other targets are one vector with one loss
             sample["valid"] = np.ones(targets.shape if integers and not self._several else (), dtype=np.bool_)
-        for key, needed in (("inputs", self._tokens), ("targets", self._classes)):
+        shares = self._patch_dim is not None and targets.shape == (self._vocab,)  # probabilities of the classes
+        for key, needed in (("inputs", self._tokens), ("targets", self._classes and not shares)):
             if needed and not np.issubdtype(sample[key].dtype, np.integer):
                 raise self._refuse(f"gave {key} of {sample[key].dtype} for {where}; the model takes integers")
         shapes = [list(sample[key].shape) for key in ("inputs", "targets", "valid")] if self._per_token else []

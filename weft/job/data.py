@@ -72,6 +72,12 @@ class ImageData(Section):
     cutmix: float = Field(0.0, ge=0, le=100)
     """CutMix: the same for a rectangle of a second image, such as 1.0. With both, each mixes half of the images."""
 
+    @property
+    def augments(self) -> bool:
+        """Whether training images are changed at random."""
+        drawn = (self.crop, self.shift, self.flip, self.randaugment, self.erase, self.mixup, self.cutmix)
+        return self.autoaugment or any(drawn)
+
 
 class Data(Section):
     """Where samples come from, and how they are tokenized and masked."""

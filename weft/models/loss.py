@@ -105,10 +105,11 @@ def _loss_and_gradients(
     want: tuple[bool, bool], make: HeadProductsFactory, bias: Tensor | None = None, record: Record | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """The loss is linear in its upstream gradient, so all gradients are computed with it, chunk by chunk."""
-    # x [tokens, dim], weight [local vocab, dim], targets and valid [tokens]
+    # x [tokens, dim], weight [local vocab, dim], targets [tokens] or [tokens, vocab], valid [tokens]
     rows = rows_at_once(x, weight)
     products = make(x, weight, rows)
-    chunk = _fused_chunk if x.is_cuda and isinstance(split, WholeVocab) else partial(_chunk, split=split)
+    fused = x.is_cuda and isinstance(split, WholeVocab) and not targets.is_floating_point()
+    chunk = _fused_chunk if fused else partial(_chunk, split=split)
     dx = torch.empty_like(x) if want[0] else None
     db = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and want[1] else None
     total = torch.zeros((), dtype=torch.float32, device=x.device)
@@ -158,30 +159,45 @@ def _chunk(
     products take it."""
     logits = logits.float()  # [rows, local vocab]
     vocab = logits.shape[1]
-    local = targets - split.start
-    mine = (local >= 0) & (local < vocab)
-    index = torch.where(mine, local, 0).unsqueeze(1)
+    mixed = targets.is_floating_point()
+    index, share = _shares(targets, split.start, vocab)
     if vocab == 0:  # more ranks than vocabulary rows
         peak, picked = logits.new_full((len(logits), 1), float("-inf")), logits.new_zeros(len(logits))
     else:
-        peak, picked = logits.amax(1, keepdim=True), logits.gather(1, index).squeeze(1)
+        peak = logits.amax(1, keepdim=True)
+        picked = ((logits if mixed else logits.gather(1, index)) * share).sum(1)
     peak = split.max(peak)
     exp = (logits - peak).exp_()
-    sums = torch.stack([exp.sum(1), torch.where(mine, picked, 0.0), logits.sum(1)])
-    denominator, target_logit, logit_sum = split.sum(sums)
+    denominator, target_logit, logit_sum = split.sum(torch.stack([exp.sum(1), picked, logits.sum(1)]))
     lse = denominator.log() + peak.squeeze(1)
+    if mixed:  # probabilities need not add up to 1
+        mass = (1 - smoothing) * targets.float().sum(1) + smoothing
+        lse = lse * mass
     loss = lse - (1 - smoothing) * target_logit - (smoothing / split.vocab) * logit_sum
     losses = torch.where(valid > 0, loss, 0.0)
     if not grad:
         return losses, None
     dlogits = exp.div_(denominator.unsqueeze(1))
+    if mixed:
+        dlogits.mul_(mass.unsqueeze(1))
     if smoothing:
         dlogits -= smoothing / split.vocab
-    if vocab:
-        hit = torch.where(mine, -(1.0 - smoothing), 0.0).unsqueeze(1)
-        dlogits.scatter_add_(1, index, hit.to(dlogits.dtype))
+    if mixed:
+        dlogits.sub_(share, alpha=1.0 - smoothing)
+    elif vocab:
+        dlogits.scatter_add_(1, index, share * -(1.0 - smoothing))
     dlogits.mul_(valid.unsqueeze(1))
     return losses, products.rounded(dlogits)
+
+
+def _shares(targets: Tensor, start: int, vocab: int) -> tuple[Tensor, Tensor]:
+    """Of this rank's rows of the vocabulary: the target's, and 1 or 0 for whether it is one of them; of targets that
+    are probabilities, those of all these rows."""
+    if targets.is_floating_point():
+        return targets, targets[:, start : start + vocab].float()
+    local = targets - start
+    mine = (local >= 0) & (local < vocab)
+    return torch.where(mine, local, 0).unsqueeze(1), mine.float().unsqueeze(1)
 
 
 def linear_cross_entropy(
@@ -192,10 +208,11 @@ def linear_cross_entropy(
     """Sum over valid targets of the cross-entropy of `x @ weight.T + bias`, in fp32.
 
     x [..., dim], weight [vocab rows of this rank, dim], bias [vocab rows of this rank], targets and valid [...].
-    `valid` may be the weights of targets. `record` is called with the loss of each target, without its weight.
+    Targets may be probabilities [..., vocab]. `valid` may be the weights of targets. `record` is called with the loss
+    of each target, without its weight.
     """
-    targets = targets.reshape(-1)
-    valid = torch.ones_like(targets, dtype=torch.bool) if valid is None else valid.reshape(-1)
+    targets = targets.reshape(-1, targets.shape[-1]) if targets.is_floating_point() else targets.reshape(-1)
+    valid = torch.ones(len(targets), dtype=torch.bool, device=x.device) if valid is None else valid.reshape(-1)
     flat = x.reshape(-1, x.shape[-1])
     split = split or WholeVocab(weight.shape[0])
     grad = torch.is_grad_enabled()

@@ -147,6 +147,32 @@ def test_operations_have_their_definitions() -> None:
         assert height * width >= 0.08 * 600
 
 
+def test_sizes_and_strengths_are_those_of_torchvision() -> None:
+    """Resize, center_crop and solarize round as torchvision.transforms does."""
+    for height, width, size in ((375, 500, 256), (7, 12, 5), (33, 10, 7), (20, 20, 20), (3, 5, 8)):
+        image = np.random.default_rng(1).integers(0, 256, (height, width, 1), dtype=np.uint8)
+        short, long = sorted((height, width))
+        sides = (size, int(size * long / short)) if height <= width else (int(size * long / short), size)
+        top, left = (round((side - size) / 2.0) for side in sides)
+        wanted = augment.resized(image, *sides)[top : top + size, left : left + size]
+        assert np.array_equal(augment.fitted(image, size), wanted)
+    pixels = np.arange(256, dtype=np.uint8).reshape(16, 16, 1)
+    for bins in (image_operations.RANDAUGMENT_BINS, image_operations.AUTOAUGMENT_BINS):
+        for level, threshold in enumerate(torch.linspace(255.0, 0.0, bins + 1).tolist()):
+            wanted = np.where(pixels < threshold, pixels, 255 - pixels)
+            assert np.array_equal(image_operations.apply_operations(pixels, [("solarize", level / bins)]), wanted)
+
+
+def test_synthetic_images_are_augmented(tmp_path: Path) -> None:
+    vit = {"family": "vit", "dim": 16, "layers": 1, "heads": 2, "patch": 4, "vocab": 3}
+    raw = {"model": vit, "data": {"source": "synthetic", "seq_len": 4, "images": {"mixup": 0.8, "cutmix": 1.0}}}
+    data = open_dataset(resolve(parse_job(raw)))
+    sample = data.train(3)
+    assert sample["inputs"].shape == (4, 48)
+    assert sample["targets"].shape == (3,)
+    assert int(data.val(3)["targets"]) < 3
+
+
 def test_synthetic_images_for_a_resnet() -> None:
     data = open_images("synthetic", {"family": "resnet", "layers": 18, "vocab": 7}, size=8)
     assert data.train(3)["inputs"].shape == (3, 8, 8)

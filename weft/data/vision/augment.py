@@ -86,11 +86,11 @@ def resized(image: Pixels, height: int, width: int) -> Pixels:
 
 
 def fitted(image: Pixels, size: int) -> Pixels:
-    """Scaled so that the shorter side is `size`, and cropped at the centre."""
+    """Scaled so that the shorter side is `size`, and cropped at the centre, with torchvision's rounding of both."""
     height, width = image.shape[:2]
-    scale = size / min(height, width)
-    image = resized(image, max(size, round(height * scale)), max(size, round(width * scale)))
-    return cut(image, ((image.shape[0] - size) // 2, (image.shape[1] - size) // 2, size, size))
+    short = min(height, width)
+    height, width = size * height // short, size * width // short
+    return cut(resized(image, height, width), (round((height - size) / 2), round((width - size) / 2), size, size))
 
 
 def shifted(image: Pixels, down: int, right: int) -> Pixels:

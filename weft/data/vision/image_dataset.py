@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.data.synthetic import SYNTHETIC_SIDE, SyntheticPictures
 from weft.data.user_dataset import image_patches
 from weft.data.vision.augment import augmented, erased, mixed, plain, random_of
 from weft.data.vision.idx_files import URLS, find_idx, named_idx
@@ -15,7 +18,7 @@ from weft.data.vision.image_files import ImageFiles, detect, open_files, open_id
 from weft.data.vision.image_operations import check_operations
 from weft.job.data import ImageData
 from weft.job.errors import JobError
-from weft.job.schema import Job
+from weft.job.schema import Job, Model
 
 IMAGE_SOURCES = tuple(URLS)
 
@@ -24,6 +27,9 @@ def reads_images(job: Job) -> bool:
     """Whether data.source is one of images: by name, by its section, for a model of images any path, or by files of
     MNIST's format."""
     data, model = job.data, job.model
+    if data.source == "synthetic":  # noise is augmented as images of files are, where the job says so
+        images = model.is_classifier or (model.module and not model.tables and not model.towers)
+        return data.images is not None and data.images.augments and bool(images)
     if data.source in IMAGE_SOURCES or data.images is not None:
         return True
     path = Path(data.source)
@@ -47,11 +53,34 @@ def open_images(job: Job) -> ImageDataset:
     if data.source in IMAGE_SOURCES:
         train, val = open_idx(named_idx(data.source))
         return ImageDataset(job, options, train, val)
+    if data.source == "synthetic":
+        return ImageDataset(job, options, *_synthetic_files(job, options))
     root = Path(data.source)
     if not root.exists():
         raise JobError(f"data.source {data.source} does not exist; it may be {', '.join(IMAGE_SOURCES)} or a path")
     files, held_out = open_files(root, detect(root) if options.format == "auto" else options.format)
     return ImageDataset(job, options, files, held_out)
+
+
+def _synthetic_files(job: Job, options: ImageData) -> tuple[ImageFiles, ImageFiles]:
+    """Synthetic images as bytes, as files would hold them: for training and held out."""
+    model, side = job.model, options.size or SYNTHETIC_SIDE
+    if options.size is None and model.is_classifier:
+        side = (model.patch or 4) * math.isqrt(job.data.seq_len - bool(model.class_token))
+    classes = model.vocab or model.args.get("classes")
+    if not isinstance(classes, int):
+        raise JobError("data.source synthetic needs model.vocab, such as model.vocab=10")
+    made = SyntheticPictures(job.train.seed, (options.channels or _channels_of(model) or 3, side, side), classes)
+
+    def files(sample_of: Callable[[int], dict[str, np.ndarray]], count: int) -> ImageFiles:
+        def read(index: int) -> tuple[NDArray[np.uint8], int]:
+            sample = sample_of(index)
+            pixels = np.clip(128 + 32 * sample["inputs"], 0, 255).astype(np.uint8)
+            return pixels.transpose(1, 2, 0), int(sample["targets"])
+
+        return ImageFiles(count, read, classes)
+
+    return files(made.train, made.train_len), files(made.val, made.val_len)
 
 
 SAMPLED_IMAGES = 16
@@ -61,11 +90,16 @@ SAMPLED_IMAGES = 16
 def _channels(job: Job, images: ImageFiles) -> int | None:
     """Colours of the images: those of the model, or else three unless the first ones are all grey. Files of both kinds
     are common, as in ImageNet."""
-    model = job.model
-    found = model.channels or model.args.get("channels") or (3 if model.is_classifier else None)
+    found = _channels_of(job.model)
     if found is None:
         found = max(images.read(i)[0].shape[-1] for i in range(min(SAMPLED_IMAGES, images.count)))
     return found if found in (1, 3) else None
+
+
+def _channels_of(model: Model) -> int | None:
+    """Colours that the model takes, where the job says it."""
+    found: int | None = model.channels or model.args.get("channels") or (3 if model.is_classifier else None)
+    return found
 
 
 class ImageDataset:
@@ -95,9 +129,6 @@ class ImageDataset:
         self.classes = wanted if isinstance(wanted, int) else self.classes
         self._mixes = bool(options.mixup or options.cutmix)
         self._model = model if model.is_classifier else None
-        if self._model is not None and self._mixes:
-            raise JobError("data.images.mixup and cutmix give probabilities, which model.family vit does not take as "
-                           "targets; model.family=resnet or a module of your own would work")  # fmt: skip
         self._mean, self._std = (np.asarray(v, dtype=np.float32) for v in (options.mean, options.std))
         if not self._std.all():
             raise JobError(f"data.images.std={options.std} divides by 0")

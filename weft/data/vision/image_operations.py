@@ -93,7 +93,7 @@ def _enhance(kind: str) -> Callable[[Image, float], Image]:
     return enhanced
 
 
-def _whole(kind: str, *given: Callable[[float], int]) -> Callable[[Image, float], Image]:
+def _whole(kind: str, *given: Callable[[float], float]) -> Callable[[Image, float], Image]:
     """An operation of ImageOps, with what it takes for a strength."""
 
     def applied(image: Image, share: float) -> Image:
@@ -116,7 +116,7 @@ OPERATIONS: dict[str, Callable[[Image, float], Image]] = {
     "contrast": _enhance("Contrast"),
     "sharpness": _enhance("Sharpness"),
     "posterize": _whole("posterize", lambda share: 8 - round(4 * share)),
-    "solarize": _whole("solarize", lambda share: round(255 * (1 - share))),
+    "solarize": _whole("solarize", lambda share: 255 - 255 * share),
     "autocontrast": _whole("autocontrast"),
     "equalize": _whole("equalize"),
     "invert": _whole("invert"),

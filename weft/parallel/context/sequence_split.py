@@ -62,10 +62,11 @@ class SequenceSplit:
         rows = self.rows(length).to(inputs.device, non_blocking=True)
         inside = rows.clamp(max=length - 1)
         out = {**batch, "rows": rows, "length": torch.tensor(length), "positions": inside}
-        for key in ("inputs", "targets", "positions", "types"):
+        by_token = batch["valid"].dim() > 1
+        for key in ("inputs", *(("targets",) if by_token else ()), "positions", "types"):
             if key in batch and batch[key].dim() > 1:
                 out[key] = batch[key].index_select(1, inside)
-        if batch["valid"].dim() > 1:
+        if by_token:
             out["valid"] = batch["valid"].index_select(1, inside) & (rows < length)
         elif self.rank > 0:  # one target a sample, which every rank computes: one of them counts it
             out["valid"] = torch.zeros_like(batch["valid"])
