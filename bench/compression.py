@@ -19,8 +19,8 @@ import torch
 
 from weft.comm.compression.codec_base import RoundingNoise
 from weft.comm.compression.codecs import codecs_of
-from weft.data.dataset import open_dataset
 from weft.data.loader import Loader, to_device, val_batches
+from weft.data.open_dataset import open_dataset
 from weft.job.compression import parse_compression
 from weft.job.load import parse_job
 from weft.job.schema import Job

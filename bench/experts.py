@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from weft.data.dataset import open_dataset
 from weft.data.loader import Loader, val_batches
+from weft.data.open_dataset import open_dataset
 from weft.job import parse_job
 from weft.mesh import connect
 from weft.planner import make_plan

@@ -59,8 +59,8 @@ def weft(s: MoE, steps: int, dense: bool) -> None:
     sys.path.insert(0, str(ROOT))
     import torch
 
-    from weft.data.dataset import open_dataset
     from weft.data.loader import Loader, to_device
+    from weft.data.open_dataset import open_dataset
     from weft.job import parse_job
     from weft.mesh import connect
     from weft.planner import make_plan

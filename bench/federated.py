@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from weft.data.dataset import open_dataset
+from weft.data.open_dataset import open_dataset
 from weft.job.load import load_job
 from weft.job.run_folder import RunDir
 from weft.job.shapes import resolve

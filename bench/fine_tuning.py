@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.data.dataset import open_dataset
 from weft.data.loader import read_share, val_batches
+from weft.data.open_dataset import open_dataset
 from weft.job import parse_job
 from weft.job.run_folder import RunDir
 from weft.job.shapes import resolve

@@ -58,8 +58,8 @@ def run_one(index: int, steps: int) -> dict[str, Any]:
     """In its own process: build the job, take a few steps, and print the measured and the predicted figures."""
     import torch
 
-    from weft.data.dataset import open_dataset
     from weft.data.loader import Loader, to_device
+    from weft.data.open_dataset import open_dataset
     from weft.hardware.catalog import find_device
     from weft.hardware.measured import load_measured
     from weft.hardware.probe import probe

@@ -32,7 +32,7 @@ def bare(rank: int, world: int, store: str, steps: int, out: str) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     sys.path.insert(0, str(ROOT))
-    from weft.data.dataset import open_dataset
+    from weft.data.open_dataset import open_dataset
     from weft.job import parse_job
     from weft.job.shapes import resolve
     from weft.models.build_model import build_model

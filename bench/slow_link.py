@@ -42,8 +42,8 @@ def ddp(path: str, out: str) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from weft.data.dataset import open_dataset
     from weft.data.loader import Loader, val_batches
+    from weft.data.open_dataset import open_dataset
     from weft.job.load import load_job
     from weft.models.build_model import build_model, loss_sum
     from weft.models.init import initialise

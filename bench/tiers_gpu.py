@@ -118,8 +118,8 @@ def train(job: Any, plan: Any, steps: int, seconds: float = 1e9) -> tuple[Any, l
     """Some steps: the state, the losses and the seconds of each step."""
     import torch
 
-    from weft.data.dataset import open_dataset
     from weft.data.loader import Loader, to_device
+    from weft.data.open_dataset import open_dataset
     from weft.mesh import connect
     from weft.training.build import build_state
     from weft.training.step import Stepper

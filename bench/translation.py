@@ -24,8 +24,9 @@ from typing import cast
 import torch
 
 from weft.checkpoint.format import newest_good
-from weft.data.dataset import open_dataset, open_tokenizer
 from weft.data.loader import read_share
+from weft.data.open_dataset import open_dataset
+from weft.data.sources import open_tokenizer
 from weft.data.tasks.bleu import corpus_bleu
 from weft.data.tokenizer import train_bpe
 from weft.job import load_job

@@ -16,7 +16,7 @@ from weft.data.build_store import build
 from weft.data.chat.conversations import ConversationEncoder, messages_of
 from weft.data.chat.packed_documents import pack
 from weft.data.chat.template import BUILT_IN, ChatTemplate, load_template
-from weft.data.dataset import open_dataset
+from weft.data.open_dataset import open_dataset
 from weft.data.store import open_store
 from weft.data.tokenizer import ByteTokenizer
 from weft.job import JobError, parse_job

@@ -7,9 +7,10 @@ import pytest
 
 from weft.data.build_store import build
 from weft.data.corpora import CORPORA
-from weft.data.dataset import open_dataset, open_tokenizer
 from weft.data.epochs import with_steps
 from weft.data.loader import Loader
+from weft.data.open_dataset import open_dataset
+from weft.data.sources import open_tokenizer
 from weft.data.tokenizer import train_bpe
 from weft.data.user_dataset import image_patches
 from weft.job import Data, Job, JobError, parse_job
@@ -86,7 +87,8 @@ def test_an_empty_store_is_refused_and_a_tiny_one_is_padded(tmp_path):
 
 def test_an_unknown_source_lists_what_works(tmp_path):
     with pytest.raises(
-        JobError, match="'pydocs'; did you mean pydoc\\? It may be pydoc, stdlib, docstrings, synthetic, mnist"
+        JobError,
+        match="'pydocs'; did you mean pydoc\\? It may be pydoc, stdlib, docstrings, synthetic, movielens, mnist",
     ):
         open_dataset(job(source="pydocs"))
     with pytest.raises(JobError, match=r"no source or path is named '/no/where'\. It may be"):

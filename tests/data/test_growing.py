@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.data.build_store import build
-from weft.data.dataset import open_dataset, open_tokenizer
 from weft.data.growing import GrowingDataset
 from weft.data.loader import Loader
+from weft.data.open_dataset import open_dataset
 from weft.data.order import SampleOrder
+from weft.data.sources import open_tokenizer
 from weft.job import parse_job
 from weft.job.data import Data
 from weft.job.errors import JobError

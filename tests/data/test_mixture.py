@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.data.dataset import open_dataset
 from weft.data.loader import read_share
 from weft.data.mixture import BLOCK, SourceShares
+from weft.data.open_dataset import open_dataset
 from weft.data.order import SampleOrder, indices_of
 from weft.job import JobError, parse_job
 from weft.job.shapes import resolve

@@ -13,12 +13,13 @@ import pyarrow.ipc as ipc
 import pyarrow.parquet as pq
 import pytest
 
-from weft.data.dataset import Dataset, open_dataset
+from weft.data.dataset import Dataset
 from weft.data.formats import streamed_files
 from weft.data.formats.huggingface_datasets import hub_dataset_files
 from weft.data.formats.streamed_files import StreamedDataset
 from weft.data.loader import Loader
 from weft.data.mixture import MixedDataset
+from weft.data.open_dataset import open_dataset
 from weft.job import parse_job
 from weft.job.errors import JobError
 from weft.job.schema import Job

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weft.data.dataset import open_dataset
 from weft.data.loader import read_share
+from weft.data.open_dataset import open_dataset
 from weft.job import parse_job
 from weft.job.errors import JobError
 from weft.job.shapes import resolve

@@ -6,7 +6,7 @@ from helpers.docs_pages import python_of
 
 
 def test_the_dataset_of_the_page_works(tmp_path, monkeypatch):
-    from weft.data.dataset import open_dataset
+    from weft.data.open_dataset import open_dataset
     from weft.job import parse_job
 
     (tmp_path / "docs_waves.py").write_text(next(b for b in python_of("data") if "class Sines" in b))

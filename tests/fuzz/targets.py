@@ -326,7 +326,7 @@ def _command(args: list[str], folder: Path) -> None:
 
 def store(rng: random.Random, folder: Path) -> None:
     """A token store with one damaged file."""
-    from weft.data.dataset import open_dataset
+    from weft.data.open_dataset import open_dataset
 
     good, bad = folder / "good", folder / "bad"
     if not good.exists():

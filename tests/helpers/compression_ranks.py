@@ -17,8 +17,8 @@ from weft.comm.compression.codecs import Codecs, codecs_of
 from weft.comm.compression.compressed_sum import gather_encoded, scatter_sum, sum_all
 from weft.comm.compression.encoded_rounds import sum_encoded
 from weft.comm.shards import local_of
-from weft.data.dataset import open_dataset
 from weft.data.loader import Loader, to_device
+from weft.data.open_dataset import open_dataset
 from weft.job.compression import parse_compression
 from weft.job.schema import Job
 from weft.training.optional_state import load_amax_history, load_residuals

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import weft
 from weft.checkpoint.checkpointer import Checkpointer
 from weft.comm.shards import local_of, shard_of, sharded_axes
-from weft.data.dataset import open_dataset
 from weft.data.loader import Loader, to_device, val_batches
+from weft.data.open_dataset import open_dataset
 from weft.guards.work_shares import limits, shares_of
 from weft.job.errors import WeftError
 from weft.job.schema import Job

@@ -12,8 +12,8 @@ from torch import Tensor
 from helpers.on_ranks import Planned, begin, wholes
 from weft.checkpoint.checkpointer import Checkpointer
 from weft.comm.compression.compressed_sum import sum_all
-from weft.data.dataset import open_dataset
 from weft.data.loader import Loader
+from weft.data.open_dataset import open_dataset
 from weft.guards.guards import Guards
 from weft.job.schema import Job
 from weft.mesh import connect

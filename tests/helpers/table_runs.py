@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from weft.checkpoint.save_load import load, save
-from weft.data.dataset import open_dataset
 from weft.data.loader import Loader
+from weft.data.open_dataset import open_dataset
 from weft.job import parse_job
 from weft.mesh import connect
 from weft.planner import make_plan

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from weft.comm.shards import like, local_of, shard_of
-from weft.data.dataset import open_dataset
 from weft.data.loader import Loader
+from weft.data.open_dataset import open_dataset
 from weft.job.schema import Job
 from weft.memory.host_copies import Event, Pair, ThreadCopies
 from weft.mesh import Mesh, connect

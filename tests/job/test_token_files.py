@@ -11,7 +11,7 @@ from helpers.command import weft
 from tokenizers import Tokenizer, models, trainers
 
 from weft.data.build_store import build
-from weft.data.dataset import open_dataset
+from weft.data.open_dataset import open_dataset
 from weft.data.tokenizer import bpe_size, load_tokenizer
 from weft.job import JobError, parse_job
 from weft.job.shapes import data_vocab, resolve

@@ -18,8 +18,8 @@ from helpers.comm_axis import everyone
 from torch import Tensor, nn
 
 from weft.comm import algorithms
-from weft.data.dataset import open_dataset
 from weft.data.loader import Loader
+from weft.data.open_dataset import open_dataset
 from weft.job.load import lessons, parse_job
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from helpers.command import weft
 from torch import Tensor, nn
 
-from weft.data.dataset import open_dataset
 from weft.data.loader import Loader
+from weft.data.open_dataset import open_dataset
 from weft.job.load import lessons, parse_job
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool

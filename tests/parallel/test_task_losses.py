@@ -12,8 +12,8 @@ from helpers import on_ranks
 from helpers.parity import check, make_job, section
 from test_user_modules import DATA, NOT_OURS
 
-from weft.data.dataset import open_dataset
 from weft.data.loader import read_share
+from weft.data.open_dataset import open_dataset
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.job.shapes import resolve

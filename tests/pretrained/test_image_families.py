@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import weft
-from weft.data.dataset import open_dataset
 from weft.data.loader import Loader
+from weft.data.open_dataset import open_dataset
 from weft.job import parse_job
 from weft.job.errors import JobError
 from weft.job.shapes import resolve

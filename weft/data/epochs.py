@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from weft.data.dataset import Dataset, open_dataset
+from weft.data.dataset import Dataset
+from weft.data.open_dataset import open_dataset
 from weft.job.errors import JobError, WeftError
 from weft.job.schema import Job
 from weft.job.shapes import resolve

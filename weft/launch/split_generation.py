@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from weft.checkpoint.reader import Index
-from weft.data.dataset import open_tokenizer
+from weft.data.sources import open_tokenizer
 from weft.job.cluster import Cluster
 from weft.job.errors import JobError
 from weft.job.parallel import Parallel

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.checkpoint.checkpointer import Checkpointer
-from weft.data.dataset import open_dataset
 from weft.data.loader import Batch, to_device, val_batches
+from weft.data.open_dataset import open_dataset
 from weft.job.errors import DivergedError, Exit, JobError, MachineError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from weft.comm.shards import local_of
-from weft.data.dataset import Dataset, open_dataset
+from weft.data.dataset import Dataset
 from weft.data.loader import read_share, to_device
+from weft.data.open_dataset import open_dataset
 from weft.job.errors import MachineError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job

@@ -14,8 +14,9 @@ from torch.random import fork_rng
 from weft.comm.agreement import error_text
 from weft.comm.algorithms import summing
 from weft.comm.shards import local_of
-from weft.data.dataset import Dataset, is_local, open_dataset
+from weft.data.dataset import Dataset
 from weft.data.loader import Loader
+from weft.data.open_dataset import is_local, open_dataset
 from weft.hardware.probe import probe
 from weft.job.errors import MachineError, WeftError
 from weft.job.run_folder import RunDir

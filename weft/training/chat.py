@@ -11,7 +11,7 @@ from torch import nn
 from weft.checkpoint.format import SavedCheckpoint
 from weft.data.chat.conversations import ConversationEncoder
 from weft.data.chat.template import ChatTemplate, Message, load_template
-from weft.data.dataset import open_tokenizer
+from weft.data.sources import open_tokenizer
 from weft.data.tokenizer import Tokenizer
 from weft.job.errors import JobError
 from weft.job.schema import Job

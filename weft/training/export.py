@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from weft.checkpoint.format import SavedCheckpoint, list_checkpoints, newest_good, verify
 from weft.checkpoint.reader import Index, load_full, load_named
-from weft.data.dataset import open_tokenizer
+from weft.data.sources import open_tokenizer
 from weft.data.store import is_store
 from weft.job.errors import JobError, MachineError, check_output_file
 from weft.job.load import parse_job, read_job

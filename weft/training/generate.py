@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.checkpoint.format import SavedCheckpoint
-from weft.data.dataset import open_tokenizer
+from weft.data.sources import open_tokenizer
 from weft.data.tasks.task_records import text_tokens
 from weft.data.tokenizer import Tokenizer
 from weft.job.errors import JobError

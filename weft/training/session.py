@@ -15,9 +15,10 @@ import torch
 from weft.checkpoint.checkpointer import Checkpointer
 from weft.checkpoint.memory_snapshots import Snapshots
 from weft.checkpoint.merge_snapshots import snapshot_layout
-from weft.data.dataset import Dataset, fingerprint_of, open_dataset
+from weft.data.dataset import Dataset, fingerprint_of
 from weft.data.growing import FollowsRounds, GrowingDataset, Rounds
 from weft.data.loader import Batch, Loader, to_device, val_batches
+from weft.data.open_dataset import open_dataset
 from weft.data.sample_workers import auto_workers
 from weft.guards.guards import Guards
 from weft.job.run_folder import RunDir

@@ -73,7 +73,7 @@ class SupervisedRank:
         job, plan = load_job(str(self.run.job)), read_plan(self.run)
         set_up_process(self.run, plan)
         with contextlib.suppress(Exception):  # opened again in an attempt, where errors are reported
-            from weft.data.dataset import open_dataset
+            from weft.data.open_dataset import open_dataset
 
             self.dataset = open_dataset(job)
         from weft.comm.teardown import freeze_imports, freeze_more, leave

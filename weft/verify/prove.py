@@ -17,8 +17,9 @@ from torch import Tensor
 
 from weft.comm.axis import Axis
 from weft.comm.shards import local_of, shard_of
-from weft.data.dataset import is_user_dataset, open_dataset, open_tokenizer
 from weft.data.loader import Loader, to_device
+from weft.data.open_dataset import open_dataset
+from weft.data.sources import is_user_dataset, open_tokenizer
 from weft.hardware.probe import probe
 from weft.hardware.shared_devices import multi_process_service
 from weft.job.errors import FitError, JobError, MachineError, WeftError

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weft.data.dataset import open_dataset
+from weft.data.open_dataset import open_dataset
 from weft.job import JobError, parse_job
 from weft.job.shapes import resolve
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as parquet
 import pytest
 from PIL import Image
 
-from weft.data.dataset import open_dataset
+from weft.data.open_dataset import open_dataset
 from weft.job import JobError, parse_job
 from weft.job.shapes import resolve
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageEnhance, ImageOps
 
-from weft.data.dataset import open_dataset
+from weft.data.open_dataset import open_dataset
 from weft.data.vision import augment, image_operations
 from weft.data.vision.idx_files import FILES
 from weft.job import JobError, parse_job

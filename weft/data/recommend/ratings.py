@@ -23,6 +23,8 @@ VAL_NEGATIVES = 99
 def reads_ratings(job: Job) -> bool:
     """Whether data.source is one of ratings: by name, or a folder with their files."""
     source = job.data.source
+    if job.data.format is not None:
+        return False
     return source in RATING_SOURCES or (Path(source).is_dir() and find_ratings(Path(source)) is not None)
 
 

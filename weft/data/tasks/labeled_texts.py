@@ -58,7 +58,7 @@ def _label_numbers(labels: list[Any], classes: int, source: str) -> dict[Any, in
     return numbers
 
 
-def open_labeled_texts(job: Job, source: str) -> LabeledTexts:
+def open_labeled_texts(job: Job) -> LabeledTexts:
     """The dataset of data.format=labels."""
     data = job.data
     if not job.model.is_encoder or not job.model.classes:
@@ -66,5 +66,5 @@ def open_labeled_texts(job: Job, source: str) -> LabeledTexts:
             "data.format=labels trains sequence classification: write model.family=bert and model.classes, the number "
             "of labels"
         )
-    train, held = read_task_records(source, (data.field, data.label_field), data.val_fraction)
+    train, held = read_task_records(data.source, (data.field, data.label_field), data.val_fraction)
     return LabeledTexts(train, held, job, load_tokenizer(data.tokenizer))

@@ -53,10 +53,10 @@ class TextPairs:
         }  # fmt: skip
 
 
-def open_text_pairs(job: Job, source: str) -> TextPairs:
+def open_text_pairs(job: Job) -> TextPairs:
     """The dataset of data.format=pairs."""
     data = job.data
     if not job.model.is_encoder_decoder:
         raise JobError("data.format=pairs trains an encoder with a decoder: write model.family=t5")
-    train, held = read_task_records(source, (data.source_field, data.target_field), data.val_fraction)
+    train, held = read_task_records(data.source, (data.source_field, data.target_field), data.val_fraction)
     return TextPairs(train, held, job, load_tokenizer(data.tokenizer))

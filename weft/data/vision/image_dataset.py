@@ -30,6 +30,8 @@ def reads_images(job: Job) -> bool:
     if data.source == "synthetic":  # noise is augmented as images of files are, where the job says so
         images = model.is_classifier or (model.module and not model.tables and not model.towers)
         return data.images is not None and data.images.augments and bool(images)
+    if data.format is not None:
+        return False
     if data.source in IMAGE_SOURCES or data.images is not None:
         return True
     path = Path(data.source)

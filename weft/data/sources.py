@@ -1,0 +1,189 @@
+"""The sources of samples that data.source may name: one entry each, and token stores and corpora of text."""
+
+from __future__ import annotations
+
+import difflib
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.data.chat.conversations import ConversationEncoder, Mask
+from weft.data.chat.packed_documents import PackedDocuments
+from weft.data.chat.template import load_template
+from weft.data.corpora import CORPORA, RECORD_CORPORA, encode_corpus, encode_records
+from weft.data.dataset import Dataset
+from weft.data.file_array import FileArray
+from weft.data.formats.huggingface_datasets import HUB_PREFIX
+from weft.data.growing import find_shards
+from weft.data.prepared_files import prepared_store
+from weft.data.recommend.rating_files import local_ratings
+from weft.data.recommend.ratings import RATING_SOURCES, open_ratings, reads_ratings
+from weft.data.store import is_store, open_store, store_tokenizer
+from weft.data.synthetic import open_synthetic
+from weft.data.tasks.labeled_texts import open_labeled_texts
+from weft.data.tasks.text_pairs import open_text_pairs
+from weft.data.text_windows import TextDataset
+from weft.data.tokenizer import Tokenizer, Tokens, load_tokenizer
+from weft.data.user_dataset import open_user_dataset
+from weft.data.vision.idx_files import local_idx
+from weft.data.vision.image_captions import open_image_captions, reads_captions
+from weft.data.vision.image_dataset import IMAGE_SOURCES, open_images, reads_images
+from weft.job.errors import JobError
+from weft.job.schema import Data, Job
+from weft.job.token_files import read_meta
+
+
+@dataclass(frozen=True)
+class SourceKind:
+    """A kind of data.source."""
+
+    reads: Callable[[Job], bool]
+    """Whether the source of a job is of this kind."""
+    open: Callable[[Job], Dataset]
+    names: tuple[str, ...] = ()
+    """Values of data.source that name one."""
+    is_local: Callable[[str], bool] = lambda name: True
+    """Whether a named one is on this machine, else it is downloaded."""
+
+
+def is_user_dataset(source: str) -> bool:
+    """Whether data.source names a dataset in Python, as in `module:name`."""
+    return ":" in source and not source.startswith(HUB_PREFIX) and not Path(source).exists()
+
+
+SOURCE_KINDS = (
+    SourceKind(lambda job: job.data.source == "synthetic" and not reads_images(job), open_synthetic, ("synthetic",)),
+    SourceKind(reads_captions, open_image_captions),
+    SourceKind(reads_ratings, open_ratings, RATING_SOURCES, lambda name: local_ratings() is not None),
+    SourceKind(reads_images, open_images, IMAGE_SOURCES, lambda name: local_idx(name) is not None),
+    SourceKind(lambda job: job.data.format is None and is_user_dataset(job.data.source), open_user_dataset),
+    SourceKind(lambda job: job.data.format == "labels", open_labeled_texts),
+    SourceKind(lambda job: job.data.format == "pairs", open_text_pairs),
+)
+"""The first that reads a source opens it; what none reads is text: a corpus, a token store or files to tokenize."""
+SOURCE_NAMES = (*CORPORA, *RECORD_CORPORA, *(name for kind in SOURCE_KINDS for name in kind.names))
+
+
+def open_source(job: Job) -> Dataset:
+    """The dataset of data.source."""
+    return next((kind.open for kind in SOURCE_KINDS if kind.reads(job)), _open_text)(job)
+
+
+def _open_text(job: Job) -> PackedDocuments | TextDataset:
+    data, source, format = job.data, job.data.source, job.data.format
+    if job.model.is_encoder_decoder:
+        raise JobError(
+            f"model.family={job.model.family} reads pairs of texts, and data.source {source} has none; write "
+            "data.format=pairs and the path of its files"
+        )
+    if job.model.is_encoder and (job.model.classes or format in ("chat", "instruction")):
+        kind, form = ("texts with labels", "labels") if job.model.classes else ("texts", "text")
+        raise JobError(
+            f"model.family={job.model.family} reads {kind}, and data.source {source} has none; write "
+            f"data.format={form} and the path of its files"
+        )
+    if source not in SOURCE_NAMES and not (format and not is_store(Path(source))):
+        _check_store_path(source)
+    if job.model.is_classifier or job.model.is_stack:
+        raise JobError(
+            f"data.source {source} gives tokens, and model.family {job.model.family} does not take them; "
+            "write data.source=synthetic, or your own dataset as package.module:name"
+        )
+    tokens: Tokens | FileArray
+    docs: NDArray[np.int64] | FileArray
+    mask: Mask | FileArray | None = None
+    if source in (*CORPORA, *RECORD_CORPORA):
+        tokenizer = load_tokenizer(data.tokenizer)
+        check_vocab(job, tokenizer.vocab)
+        if source in RECORD_CORPORA:
+            encoded, docs, mask = encode_records(RECORD_CORPORA[source](), conversation_encoder(data, tokenizer))
+        else:
+            refuse_conversations(source, format)
+            encoded, docs = encode_corpus(CORPORA[source](), tokenizer)
+        tokens, vocab, eos, fingerprint = encoded, tokenizer.vocab, tokenizer.eos, f"{zlib.crc32(encoded.data):08x}"
+    else:
+        path = Path(source) if is_store(Path(source)) or format is None else prepared_store(data, source, format)
+        check_vocab(job, read_meta(path).vocab)
+        store = open_store(path)
+        tokens, docs, mask, vocab, eos = store.tokens, store.docs, store.mask, store.meta.vocab, store.meta.eos
+        fingerprint = store.fingerprint()
+        if mask is None:
+            refuse_conversations(source, format)
+    return token_samples(data, tokens, docs, mask, source, vocab, eos, fingerprint)
+
+
+def token_samples(
+    data: Data, tokens: Tokens | FileArray, docs: NDArray[np.int64] | FileArray, mask: Mask | FileArray | None,
+    name: str, vocab: int, eos: int, fingerprint: str = "",
+) -> PackedDocuments | TextDataset:  # fmt: skip
+    """Samples of conversations, which have a mask of their answers, or of text."""
+    if mask is not None:
+        return PackedDocuments(
+            tokens, docs, mask if data.answers_only else None, seq_len=data.seq_len, val_fraction=data.val_fraction,
+            packing=data.packing, vocab=vocab, eos=eos, name=name, fingerprint=fingerprint,
+        )  # fmt: skip
+    return TextDataset(
+        tokens, docs, seq_len=data.seq_len, val_fraction=data.val_fraction, mask_documents=data.mask_documents,
+        vocab=vocab, eos=eos, name=name, fingerprint=fingerprint,
+    )  # fmt: skip
+
+
+def conversation_encoder(data: Data, tokenizer: Tokenizer) -> ConversationEncoder:
+    template = load_template(data.tokenizer, data.template, tokenizer.decode_special(tokenizer.eos))
+    return ConversationEncoder(tokenizer, template)
+
+
+def refuse_conversations(source: str, format: str | None) -> None:
+    if format in ("chat", "instruction"):
+        raise JobError(
+            f"data.format={format} and data.source={source}: it holds text without questions and answers; name a JSONL "
+            f"or parquet file, or a store that `weft data build --format {format}` made"
+        )
+
+
+def open_tokenizer(data: Data) -> Tokenizer:
+    """The tokenizer of data.source: a store brings its own, everything else uses data.tokenizer."""
+    source = data.mixture[0].source if data.mixture else data.source
+    format = (data.mixture[0].format if data.mixture else None) or data.format
+    if data.growing and format is None:
+        source = str(Path(source) / find_shards(data)[0])
+    if source in SOURCE_NAMES or (format and not is_store(Path(source))) or is_user_dataset(source):
+        return load_tokenizer(data.tokenizer)
+    _check_store_path(source)
+    return store_tokenizer(Path(source), read_meta(Path(source)))
+
+
+def _check_store_path(source: str) -> None:
+    path = Path(source)
+    if source.startswith(HUB_PREFIX) and not path.exists():
+        raise JobError(f"data.source {source} is a dataset of records; write data.format=text, chat or instruction")
+    if path.is_file():
+        raise JobError(
+            f"data.source {source} is a file; build a token store from it with `weft data build {source} --out DIR` "
+            "and write data.source=DIR, or write data.format=text, chat or instruction"
+        )
+    if path.is_dir():
+        if not is_store(path):
+            raise JobError(
+                f"data.source {source} is a folder but not a token store; build one from it with "
+                f"`weft data build {source} --out DIR` and write data.source=DIR"
+            )
+        return
+    near = difflib.get_close_matches(source, SOURCE_NAMES, n=1)
+    hint = f"; did you mean {near[0]}?" if near else "."
+    raise JobError(
+        f"data.source: no source or path is named {source!r}{hint} It may be {', '.join(SOURCE_NAMES)}, the path of a "
+        "store made by `weft data build`, or your own dataset as package.module:name"
+    )
+
+
+def check_vocab(job: Job, vocab: int) -> None:
+    if job.model.vocab is not None and job.model.vocab < vocab:
+        raise JobError(
+            f"model.vocab {job.model.vocab} is smaller than the {vocab} tokens of data.source {job.data.source}; "
+            f"write model.vocab={vocab}, or leave it out"
+        )
