@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from weft.job import Job, Optim, Train
-from weft.job.lr_scaling import lr_scaling
 from weft.optim.build_optimizers import build_optimizers
 from weft.optim.ema import Ema
 from weft.optim.schedule import learning_rate, peak_lr
+from weft.planner.lr_scaling import lr_scaling
 
 SHAPES = {"blocks.0.tall": (24, 6), "blocks.0.wide": (5, 17), "blocks.0.vector": (7,), "embed": (9, 4)}
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from weft.job.checkpoint import Checkpoint
 from weft.job.cluster import Cluster, DeviceGroup, Failures, TopologyLevel
 from weft.job.comm import Comm
 from weft.job.data import Data
@@ -28,7 +29,7 @@ from weft.job.model_parts.tower_settings import TowerShape
 from weft.job.optim import Optim
 from weft.job.parallel import Parallel
 from weft.job.registry import MODULE_NAME
-from weft.job.resilience import Checkpoint, Resilience
+from weft.job.resilience import Resilience
 from weft.job.section import Section
 from weft.job.sync import Sync
 from weft.job.train import Train

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from weft.job.lr_scaling import lr_scaling
 from weft.job.optim import LR_SCHEDULES, LrSchedule, Optim
 from weft.job.schema import Job
+from weft.planner.lr_scaling import lr_scaling
 
 
 def peak_lr(job: Job) -> tuple[float, str | None]:

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from weft.job.lr_scaling import lr_scaling
 from weft.job.schema import Job
+from weft.planner.lr_scaling import lr_scaling
 from weft.planner.model.counts import count_parameters
 from weft.planner.number_format import human_count
 from weft.planner.rules.arithmetic import divisors
