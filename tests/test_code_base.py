@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -121,11 +122,20 @@ def test_class_names_are_unique() -> None:
     assert not repeated, "\n".join(f"{name}: {', '.join(where)}" for name, where in sorted(repeated.items()))
 
 
+PRIVATE_ATTRIBUTE = re.compile(
+    r"""\btorch(\.[a-z]\w*)*\._[a-z]\w*   # torch._foreach_add_
+    |\._(modules|parameters|buffers|non_persistent_buffers_set|step_count|backward_hooks|forward_hooks)\b""",
+    re.VERBOSE,
+)
+
+
 def test_private_torch_names_live_in_internals_modules() -> None:
-    """`torch._x` and `torch.a._b` are imported in modules named *_internals.py only."""
+    """`torch._x` and `torch.a._b` are imported and used in modules named *_internals.py only."""
     for name, path in modules().items():
         if path.stem.endswith("internals"):
             continue
+        used = PRIVATE_ATTRIBUTE.search(path.read_text(encoding="utf-8"))
+        assert not used, f"{name} uses {used[0]}; put it into a module named *_internals.py"
         for node, _ in outline(path)[0]:
             imported: list[str] = []
             if isinstance(node, ast.ImportFrom) and node.module:

@@ -61,7 +61,7 @@ class PreparedScheduler:
         if not accelerator.sync_gradients or any(o.step_was_skipped for o in accelerator.optimizers):
             return
         for _ in range(1 if accelerator.split_batches else accelerator.num_processes):
-            if getattr(self.scheduler, "total_steps", 0) and self.scheduler._step_count > self.scheduler.total_steps:
+            if getattr(self.scheduler, "total_steps", 0) and self.scheduler.last_epoch >= self.scheduler.total_steps:
                 return
             self.scheduler.step(*args, **kwargs)
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint.snapshot_file import HEAD, MAGIC, SEAL, read_table, sealed_step
+from weft.comm.foreach_internals import foreach_copy_
 
 ALIGN, PAGE = 64, 4096
 HUGE_PAGE_BYTES = 1 << 30
@@ -151,7 +152,7 @@ class Slot:
         if shards:
             began = time.thread_time()  # without the time of other processes on a busy machine
             into, source = self._parts({n: t.contiguous() if self._is_split(n) else t for n, t in shards.items()})
-            torch._foreach_copy_(into, source, non_blocking=bool(self.pinned))
+            foreach_copy_(into, source, non_blocking=bool(self.pinned))
             self.copy_s += time.thread_time() - began
 
     def _start_copies(self, shards: Mapping[str, Tensor]) -> None:
@@ -200,7 +201,7 @@ class Slot:
         whole = {n: torch.empty(t.shape, dtype=t.dtype, device=t.device) if self._is_split(n) and not t.is_contiguous()
                  else t for n, t in shards.items()}  # fmt: skip
         source, into = self._parts(whole)
-        torch._foreach_copy_(into, source)
+        foreach_copy_(into, source)
         for name, tensor in whole.items():
             if tensor is not shards[name]:
                 shards[name].copy_(tensor)

@@ -1,4 +1,4 @@
-"""Private torch names behind the optimizers: operations on lists of tensors, one kernel launch for many."""
+"""Private torch names for operations on lists of tensors, which launch one kernel for many."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def foreach_add_(tensors: Sequence[Tensor], value: Tensor) -> None:
     torch._foreach_add_(list(tensors), [value] * len(tensors))
 
 
-def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor], non_blocking: bool = False) -> None:
     """Copy each source into its target."""
-    torch._foreach_copy_(list(targets), list(sources))
+    torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
 
 
 def foreach_lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:

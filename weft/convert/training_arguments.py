@@ -50,7 +50,6 @@ SCHEDULES: dict[str, dict[str, Any] | str] = {
 }
 DATA_LOADER = unneeded("Weft's loader reads ahead (data.prefetch) and keeps the order at any number of ranks")
 TRACKERS: dict[str, list[str]] = {name: [name] for name in ("tensorboard", "wandb", "mlflow", "trackio")}
-LOAD_OWN = "Weft saves a checkpoint without a layout; weft export RUN writes weights"
 
 
 def trackers(value: Any, settings: Settings) -> Result:

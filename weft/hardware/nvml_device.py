@@ -155,13 +155,6 @@ class NvmlDevice:
         except (nvml.NVMLError, AttributeError):  # a timeout: there are no more; or the driver has no events
             return found
 
-    def other_processes(self, own: set[int]) -> list[int]:
-        """Processes with a context on this GPU that are not ours."""
-        try:
-            return [p.pid for p in self.nvml.nvmlDeviceGetComputeRunningProcesses(self.handle) if p.pid not in own]
-        except (self.nvml.NVMLError, AttributeError):
-            return []
-
 
 def _call(nvml: Any, function: str, *args: Any) -> Any:
     return getattr(nvml, function)(*args)

@@ -45,7 +45,7 @@ class AdaptedLinear(nn.Linear):
 
 def adapted(layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """The output of a linear layer, with that of its adapter if it has one."""
-    adapter = layer._modules.get("lora")
+    adapter = getattr(layer, "lora", None)
     return y if adapter is None else y + adapter(x)
 
 

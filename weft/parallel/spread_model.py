@@ -16,6 +16,7 @@ from weft.parallel.data.compression import Compressor
 from weft.parallel.data.data_parallel import Replicas, Shards, nothing
 from weft.parallel.expert.expert_load import ExpertLoad
 from weft.parallel.fp8 import DelayedScales
+from weft.parallel.module_internals import passing_buffers
 from weft.parallel.tables.sharded_tables import ShardedTables
 
 Batch = dict[str, Tensor]
@@ -98,7 +99,7 @@ class SpreadModel:
         passing = {
             f"{path}.{key}" if path else key
             for path, module in self.module.named_modules()
-            for key in module._non_persistent_buffers_set
+            for key in passing_buffers(module)
         }
         return {self.prefix + n: b for n, b in self.module.named_buffers() if b.numel() and n not in passing}
 

@@ -83,7 +83,7 @@ def _row(split: TensorSplit, part: PartModule) -> None:
 
 def _cut_adapter(split: TensorSplit, part: PartModule, cut: str, dim: int, whole: str) -> None:
     """Shard one matrix of a layer's adapter. The gradient of the other comes from a part of the outputs or inputs."""
-    if (adapter := part.module._modules.get("lora")) is None:
+    if (adapter := getattr(part.module, "lora", None)) is None:
         return
     assert isinstance(adapter, Adapter)
     adapter.first = split.shard(adapter.a.shape[1])[0] if cut == "a" else 0

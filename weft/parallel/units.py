@@ -72,7 +72,7 @@ def materialise(
             module.register_parameter(key, made[id(param)])
         for key, buffer in module.named_buffers(recurse=False):
             value = buffer.to(mesh.device)
-            module._buffers[key] = value if described or staged else same_everywhere(value, mesh)
+            setattr(module, key, value if described or staged else same_everywhere(value, mesh))
 
 
 def same_everywhere(value: Tensor, mesh: Mesh) -> Tensor:

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from weft.comm.foreach_internals import foreach_norm
 from weft.optim.build_optimizers import Optimizers
 from weft.server.connections import Peer
 from weft.wire.tensors import Answer, TensorChannel
@@ -87,7 +88,7 @@ class Shard:
                 for part in parts[1:]:
                     total = total + part[name]
                 master.grad = total.to(master.device)
-            norms = torch.stack(torch._foreach_norm([m.grad for m in self.master_params.values()], 2))  # type: ignore[misc]
+            norms = foreach_norm([m.grad for m in self.master_params.values() if m.grad is not None])
             return float(norms.double().square().sum())
 
     def apply(self, lr: float, factor: float, version: int) -> None:

@@ -46,7 +46,6 @@ class ClusterFacts:
     """Between the device and its host's memory."""
     host_gib: Size = 256.0
     """Host memory for each device."""
-    disk_gb_s: Size = 2.0
     device: Device | None = field(default=None)
     allreduce: str = "auto"
     """How replicas sum their gradients (comm.allreduce)."""
