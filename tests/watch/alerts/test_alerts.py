@@ -1,5 +1,6 @@
 """Alerts: each rule, no repeats, and real targets on this machine."""
 
+import dataclasses
 import json
 import socketserver
 import sys
@@ -143,6 +144,8 @@ def test_mail_and_command(tmp_path: Path) -> None:
     with smtp_sink() as (url, got):
         send(AlertTarget(mail="me@example.org", smtp=url), MESSAGE)
         assert "Subject: [weft] run: spike" in got[0] and "loss <9> & more" in got[0]
+        send(AlertTarget(mail="me@example.org", smtp=url), dataclasses.replace(MESSAGE, alert=Alert("test", "a test")))
+        assert "None" not in got[1]
     script = tmp_path / "sink.py"
     script.write_text("import os, sys; open(sys.argv[1], 'w').write(sys.stdin.read() + os.environ['WEFT_ALERT_TEXT'])")
     out = tmp_path / "out file"

@@ -141,7 +141,14 @@ def test_narrow_screen_and_keyboard(
         make_run(tmp_path / f"run-{i}", steps=20)
     with dashboard(tmp_path) as url, opened(browser, url, viewport={"width": 380, "height": 740}) as page:
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        cut = "[...document.querySelectorAll('.tile dd')].filter((e) => e.scrollWidth > e.clientWidth).length"
+        assert page.evaluate(cut) == 0
         expect(page.locator("#side")).not_to_be_visible()
+        page.keyboard.press("3")
+        details = page.locator("tr.event td.any").first.bounding_box()
+        assert details is not None
+        assert details["x"] + details["width"] <= 380
+        page.keyboard.press("1")
         page.locator("#menu").click()
         expect(page.locator("#runs li")).to_have_count(3)
         first = page.locator("#runs li.focus .name").inner_text()

@@ -133,7 +133,8 @@ def _mail(target: AlertTarget, message: AlertMessage) -> None:
     mail["From"] = target.sender or f"weft@{message.host}"
     mail["To"] = expand(target.mail)
     mail["Subject"] = " ".join(f"[weft] {message.run}: {message.alert.rule}".split())
-    facts = "\n".join(f"{key}: {value}" for key, value in message.data().items() if key not in ("source", "text"))
+    known = {key: value for key, value in message.data().items() if value is not None and key not in ("source", "text")}
+    facts = "\n".join(f"{key}: {value}" for key, value in known.items())
     mail.set_content(f"{message.alert.text}\n\n{facts}\n")
     host, context = server.hostname or "localhost", ssl.create_default_context()
     try:

@@ -189,7 +189,7 @@ export class Chart {
 
   legend(lines) {
     const shown = lines.filter((l) => !l.quiet);
-    this.keys.replaceChildren(...(shown.length > 1 ? shown.slice(0, 8) : []).map((l) => h("span", {}, h("i", { style: { background: l.stroke } }), l.label)),
+    this.keys.replaceChildren(...(shown.length > 1 ? shown.slice(0, 8) : []).map((l) => h("span", {}, h("i", { style: { background: l.dash?.length ? `repeating-linear-gradient(90deg, ${l.stroke} 0 4px, transparent 4px 6px)` : l.stroke } }), l.label)),
       shown.length > 8 ? h("span", {}, `and ${shown.length - 8} more`) : "");
   }
 

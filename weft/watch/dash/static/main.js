@@ -60,7 +60,7 @@ function headOf(row) {
       row.faults ? h("span", { class: "chip bad" }, `${row.faults} fault${row.faults === 1 ? "" : "s"}`) : null),
     row.tone === "bad" && row.detail ? h("p", { class: "why" }, row.detail) : null,
     h("dl", { class: "tiles" }, tile("Step", row.step === null ? "–" : row.step.toLocaleString("en"), row.steps ? `of ${row.steps.toLocaleString("en")}` : ""), tile("Loss", figure(row.loss)),
-      row.val_loss !== null ? tile("Validation loss", figure(row.val_loss)) : null, tile("Throughput", human(row.tokens_per_s), "tokens/s"), row.mfu !== null ? tile("MFU", percent(row.mfu)) : null,
+      row.val_loss !== null ? tile("Validation loss", figure(row.val_loss)) : null, tile("Throughput", human(row.tokens_per_s), "tok/s"), row.mfu !== null ? tile("MFU", percent(row.mfu)) : null,
       tile("Step time", row.step_time_s === null ? "–" : figure(row.step_time_s, 3) + " s"), tile("Peak memory", row.peak_memory_gib === null ? "–" : figure(row.peak_memory_gib, 3), "GiB"), tile("Tokens", human(row.tokens)),
       row.live ? tile("Time left", duration(left)) : tile("Last change", ago(row.updated))),
   ];

@@ -41,8 +41,8 @@ export async function events(name, redraw) {
   const shown = all.filter((e) => !kind || e.event === kind).reverse();
   const choice = h("select", { class: "field", "aria-label": "Kind of event", onchange: (e) => { kind = e.target.value; redraw(); } },
     h("option", { value: "" }, `all (${all.length})`), ...kinds.map((k) => h("option", { value: k, selected: k === kind }, `${k} (${all.filter((e) => e.event === k).length})`)));
-  const rows = shown.slice(0, 1000).map((e) => h("tr", {}, h("td", { class: "t" }, clock(e.time)), h("td", { class: "t kind " + (TONES[e.event] || "") }, e.event + (e.fault ? " · " + e.fault : "")),
-    h("td", { class: "n" }, e.step === null ? "–" : e.step.toLocaleString("en")), h("td", { class: "n" }, e.rank === null ? "" : String(e.rank)), h("td", { class: "any" }, e.text)));
+  const rows = shown.slice(0, 1000).map((e) => h("tr", { class: "event" }, h("td", { class: "t" }, clock(e.time)), h("td", { class: "t kind " + (TONES[e.event] || "") }, e.event + (e.fault ? " · " + e.fault : "")),
+    h("td", { class: "n", "data-name": "step" }, e.step === null ? "–" : e.step.toLocaleString("en")), h("td", { class: "n", "data-name": "rank" }, e.rank === null ? "" : String(e.rank)), h("td", { class: "any" }, e.text)));
   return [h("div", { class: "tools" }, h("label", {}, "Show", choice)), card("", table([["time (UTC)"], ["event"], ["step", "n"], ["rank", "n"], ["details"]], rows))];
 }
 
@@ -88,6 +88,7 @@ function highlight(line, search) {
 }
 export const toggleFollow = () => { document.querySelector("#follow")?.click(); };
 
+const UNITS = [["_gib", " GiB"], ["_mib", " MiB"], ["_s", " s"]];
 const LABELS = { memory_gib: ["peak memory", "peak_memory_gib", " GiB"], step_time_s: ["step time", "step_time_s", " s"], tokens_per_s: ["tokens per second", "tokens_per_s", ""], mfu: ["MFU", "mfu", ""] };
 export async function plan(name) {
   const found = await ofRun(name, "plan"), row = state.runs.get(name) || {}, parts = [];
@@ -95,7 +96,7 @@ export async function plan(name) {
   const chips = [...axes.map(([k, n]) => `${k} ${n}`), ...Object.entries(found.settings).map(([k, v]) => `${k.replace(/_/g, " ")} ${v}`)];
   parts.push(card("Layout", h("p", { class: "say" }, found.sentence), h("div", { class: "row", style: { "flex-wrap": "wrap" } }, ...chips.map((c) => h("span", { class: "chip plain" }, c))),
     ...found.reasons.map((r) => h("p", {}, r))));
-  const predicted = Object.entries(found.predicted).map(([k, v]) => { const [label, key, unit] = LABELS[k] || [k.replace(/_/g, " "), "", ""]; const seen = key ? row[key] : null;
+  const predicted = Object.entries(found.predicted).map(([k, v]) => { const [label, key, unit] = LABELS[k] || [k.replace(/_[gm]ib$/, "").replace(/_/g, " "), "", UNITS.find(([end]) => k.endsWith(end))?.[1] || ""]; const seen = key ? row[key] : null;
     return h("tr", {}, h("td", {}, label), h("td", { class: "n" }, figure(v) + unit), h("td", { class: "n" }, seen ? figure(seen) + unit : "–"), h("td", { class: "n" }, seen ? (seen / v).toFixed(2) + "×" : "–")); });
   if (predicted.length) parts.push(card("Predicted beside measured", table([["figure"], ["predicted", "n"], ["last step", "n"], ["ratio", "n"]], predicted)));
   if (found.ranks.length) {
