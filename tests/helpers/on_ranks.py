@@ -287,7 +287,10 @@ def evaluated(job: Job | Planned) -> dict[str, float]:
         open_dataset(job), global_batch=job.train.global_batch, microbatch=plan.microbatch, dp_rank=mesh.dp_rank(plan),
         dp_size=plan.dp, limit=job.train.eval_batches,
     )  # fmt: skip
-    return stepper.evaluate([[to_device(b, mesh.device) for b in step] for step in batches])
+    steps = [[to_device(b, mesh.device) for b in step] for step in batches]
+    if len(steps) > 1:
+        assert stepper.evaluate(steps, stop=lambda: True) == {}, "it was not stopped"
+    return stepper.evaluate(steps)
 
 
 def replica_norms(job: Job | Planned) -> tuple[list[float], float, list[float]]:

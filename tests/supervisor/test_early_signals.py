@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzz.signals import is_handled, send_one
+from fuzz.signals import JOB, is_handled, send_one
 from helpers.command import DEADLINE_S, Started, run_of, step_of, until, write_job
 from helpers.forked_python import TEMPLATE_ENV, Popen
 
+from weft.checkpoint.format import newest_good
 from weft.supervisor.run_lock import run_lock
 from weft.supervisor.stop_signals import KILL_AFTER_INTERRUPTS, SignalForwarder
 
@@ -83,6 +84,45 @@ def samples(data):
     pathlib.Path("opened").touch()
     time.sleep(10**6)
 """
+
+
+STALLING_DATASET = """
+import pathlib, time
+import numpy as np
+
+class Dataset:
+    train_len, val_len = 10**6, 4
+
+    def val(self, index):
+        tokens = np.arange(index, index + 17) % 256
+        return {"inputs": tokens[:-1], "targets": tokens[1:], "valid": np.ones(16, bool)}
+
+    def train(self, index):
+        if index >= 24:
+            pathlib.Path("stalled").touch()
+            time.sleep(10**6)
+        return self.val(index)
+
+def samples(data):
+    return Dataset()
+"""
+
+
+def test_signal_ends_a_run_that_waits_for_data(tmp_path: Path) -> None:
+    """Its ranks are replaced, and the new ones save the snapshots."""
+    (tmp_path / "stalling_samples.py").write_text(STALLING_DATASET, encoding="utf-8")
+    data = {"source": "stalling_samples:samples", "seq_len": 16, "shuffle": "none"}
+    write_job(tmp_path, **{**JOB, "data": data, "train": {"steps": 100, "global_batch": 4, "eval_every": 0}})
+    run = run_of(tmp_path, "stalls")
+    started = Started(tmp_path, "train", "job.yaml", "name=stalls", "--nproc", "2")
+    started.wait_for(lambda: (tmp_path / "stalled").exists() and step_of(run) == 5)  # the sixth is still pending
+    started.process.send_signal(signal.SIGINT)
+    result = started.end()
+    assert result.code == 130, result.err
+    assert "saving and stopping; Ctrl-C 3 times in all ends the run without saving" in result.err
+    assert "it waits for data, and the run is asked to stop" in result.err
+    saved = newest_good(run.checkpoints)
+    assert saved is not None and saved.step == step_of(run) == 5
 
 
 @pytest.mark.parametrize("arguments", [["--nproc", "2"], ["--nproc", "1", "--no-resilient"]])

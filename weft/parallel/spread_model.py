@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -132,10 +132,11 @@ class SpreadModel:
         return total
 
     @torch.no_grad()
-    def evaluate(self, batches: list[Batch], loss_of: LossOf) -> Tensor:
-        """The summed loss of some batches, or other sums, without dropout and without changing any state."""
+    def evaluate(self, steps: Iterable[list[Batch]], loss_of: LossOf) -> Tensor:
+        """The summed loss of the batches of some steps, or other sums, without dropout and without changing any
+        state."""
         self.module.eval()
-        losses = [loss_of(self.module, batch) for batch in batches]
+        losses = [loss_of(self.module, batch) for batches in steps for batch in batches]
         self.data.after_evaluation()
         self.module.train()
         return torch.stack(losses).sum(0)

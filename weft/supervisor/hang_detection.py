@@ -31,6 +31,8 @@ MAX_LOAD = 20.0
 """Upper limit of the load factor."""
 LOAD_UNIT_S, USUAL_DELAY_S = 0.06, 0.05
 """Poll delays: up to USUAL_DELAY_S is normal; every further LOAD_UNIT_S adds 1 to the load factor."""
+STOP_WAIT_S, STOP_FACTOR = 5.0, 2.0
+"""A run that was asked to stop waits for data so many seconds, or so many times its longest recent standstill."""
 LOAD_DECAY = 0.6
 """Decay of the load factor per second."""
 
@@ -126,6 +128,12 @@ class HangDetector:
         else:
             limit = max(MIN_PHASE_TIMEOUT_S, HANG_FACTOR * max(known)) if known else FIRST_PHASE_TIMEOUT_S
         return min(self.timeout_factor * limit, max(limit, FIRST_PHASE_TIMEOUT_S))
+
+    @property
+    def delays_a_stop(self) -> bool:
+        """Whether the current standstill is too long for a run that was asked to stop."""
+        longest = max(self.gaps.get("step", ()), default=0.0)
+        return self.clock() - self._moved > self.load * max(STOP_WAIT_S, STOP_FACTOR * longest)
 
     def regroup_timeout(self, floor_s: float) -> float:
         """How long ranks may take to return after the attempt is over; some are computing."""

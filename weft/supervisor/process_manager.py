@@ -24,7 +24,7 @@ from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER, rank_module
 from weft.supervisor.memory_folder import memory_folder
 from weft.supervisor.run_lock import RunLock
 from weft.supervisor.status_board import PHASES, TRAINING, StatusBoard
-from weft.supervisor.stop_signals import STOP_CODES, SignalForwarder, signals_blocked
+from weft.supervisor.stop_signals import KILL_AFTER_INTERRUPTS, STOP_CODES, SignalForwarder, signals_blocked
 from weft.supervisor.wakeup import wake_on_signals
 from weft.watch.journal import Journal, record_early_stop
 
@@ -117,7 +117,7 @@ class ProcessManager:
                 self.signals.unblock()
                 while not self.board["end"] and not self.signals.killed:
                     self.lock.check()
-                    self._look()
+                    self._look(log)
                     wakeup.wait(POLL_S, *self._fork_server_files())
             finally:
                 if self.fork_server is not None:
@@ -138,8 +138,10 @@ class ProcessManager:
             else (self.fork_server.fileno(),)
         )
 
-    def _look(self) -> None:
+    def _look(self, log: Callable[[str], None]) -> None:
         if self.signals.received:
+            if signal.SIGINT in self.signals.received and self.stopped_at is None:
+                log(f"saving and stopping; Ctrl-C {KILL_AFTER_INTERRUPTS} times in all ends the run without saving")
             self._stop(int(STOP_CODES[signal.Signals(self.signals.received[0])]))
         if self.supervisor is not None and self.supervisor.poll() is not None:
             lived = time.monotonic() - self.supervised_since

@@ -67,6 +67,19 @@ def hang_fault(
     return FaultReport(kind, first, why, step, position, seconds, "\n".join(stack)), set(culprits)
 
 
+def data_fault(folder: Path, ranks: Mapping[int, Record]) -> FaultReport | None:
+    """The fault of ranks that wait for data while the run is asked to stop: they are killed, and the next attempt saves
+    their snapshots. None if no rank waits for data, or without snapshots."""
+    waiting = sorted(rank for rank, record in ranks.items() if record.phase == "data")
+    if not waiting or not all((folder / f"places-{rank}.json").exists() for rank in ranks):
+        return None
+    for rank in waiting:
+        kill(ranks[rank].pid)
+    position = read_positions(folder, waiting).get(waiting[0], {}).get("position", "")
+    why = "it waits for data, and the run is asked to stop"
+    return FaultReport("hang", waiting[0], why, ranks[waiting[0]].step, position)
+
+
 def _culprits(
     ranks: Mapping[int, Record], positions: Mapping[int, dict[str, Any]], hangs: HangDetector
 ) -> tuple[str, dict[int, str]]:

@@ -24,7 +24,7 @@ from weft.supervisor.hang_detection import HangDetector, first_steps_timeout_s
 from weft.supervisor.local_ranks import CLEAN_EXITS, GRACE_S, die_with_parent
 from weft.supervisor.memory_folder import write_file
 from weft.supervisor.process_name import set_process_name
-from weft.supervisor.rank_inspection import POLL_S, awaited_ranks, exit_fault, hang_fault, kill
+from weft.supervisor.rank_inspection import POLL_S, awaited_ranks, data_fault, exit_fault, hang_fault, kill
 from weft.supervisor.restart_limit import (
     STEADY_STEPS,
     TIMEOUT_FAULTS,
@@ -128,6 +128,9 @@ class Supervisor:
                 "hang", None, "ranks lost their connections, though no rank has exited", step, "", timeout
             )
         seconds = self.hangs.check(ranks, lambda: awaited_ranks(self.folder, ranks))
+        if self.board["stop"] and self.hangs.delays_a_stop and (found := data_fault(self.folder, ranks)):
+            self.replaced |= {rank for rank, record in ranks.items() if record.phase == "data"}
+            return found
         return self.hang_fault(ranks, seconds) if seconds is not None else None
 
     def hang_fault(self, ranks: dict[int, Record], seconds: float) -> FaultReport | None:

@@ -14,6 +14,7 @@ from weft.job.errors import DivergedError, Exit, MachineError
 from weft.training.garbage_collection import GarbageCollection
 from weft.training.metrics import StepMetrics, peak_memory_gib
 from weft.training.pipeline_timeline import recording
+from weft.training.resume import has_evaluation
 from weft.training.session import Session
 from weft.training.step import evaluation_text
 from weft.training.stop_requests import Signals
@@ -26,6 +27,7 @@ def fit(session: Session, signals: Signals) -> Exit:
     steps, device = job.train.steps, session.mesh.device
     first_step = session.first_step
     held_out = session.held_out() if job.train.eval_every else []
+    evaluated = True  # False after an evaluation that was stopped
     session.event("start", step=state.step, layout=session.plan.layout(), world=session.plan.world,
                   attempt=session.heartbeat.attempt, cores=os.cpu_count())  # fmt: skip
 
@@ -38,11 +40,15 @@ def fit(session: Session, signals: Signals) -> Exit:
                 session.event("skipped", step=record["step"], loss_scale=record.get("loss_scale"))
 
         def evaluate() -> dict[str, float]:
+            nonlocal evaluated
             if not held_out:
                 return {}
             session.now("eval")
             state.agree()
-            val = stepper.evaluate(held_out)
+            val = stepper.evaluate(held_out, metrics.agree_to_stop)
+            evaluated = bool(val)
+            if not evaluated:
+                return {}
             session.event("eval", step=state.step, **val)
             progress.note(f"step {state.step}: {evaluation_text(val)}")
             return val
@@ -53,7 +59,8 @@ def fit(session: Session, signals: Signals) -> Exit:
         session.now("data")  # tells the process manager, which ends a run that has not begun
         signals.begin()
         metrics.agree_to_stop()
-        if state.step == 0 and not metrics.stop:
+        missing = bool(held_out) and _due(state.step, job.train.eval_every, steps) and not has_evaluation(session)
+        if missing and not metrics.stop:
             evaluate()
             metrics.agree_to_stop()
         metrics.start_clock()
@@ -95,7 +102,7 @@ def fit(session: Session, signals: Signals) -> Exit:
                 f"events.jsonl has the reason, and the last good checkpoint is of step {session.checkpoints.durable}"
             )
 
-    stopped = metrics.stop if state.step < steps else None
+    stopped = metrics.stop if state.step < steps or not evaluated else None
     done = state.step - first_step
     summary = {
         "step": state.step,

@@ -122,12 +122,14 @@ class StepMetrics:
         self.last: dict[str, Any] = {}
         self.clock = StepClock(mesh.device)
 
-    def agree_to_stop(self) -> None:
-        """Exchange the stop flags of all ranks outside a step: before the first one, and after an evaluation."""
+    def agree_to_stop(self) -> bool:
+        """Exchange the stop flags of all ranks outside a step: before the first one, and in and after an evaluation.
+        Returns whether they stop."""
         flags = self._flags()
         if self.mesh.everyone is not None:
             self.mesh.everyone.all_reduce(flags)
         self.stop = Signals.decide(flags.tolist())
+        return self.stop is not None
 
     def start_clock(self) -> None:
         """Exclude what came before from the next step's time, such as an evaluation."""

@@ -64,6 +64,13 @@ def recorded_losses(session: Session) -> list[tuple[float, float]]:
     return cast(list[tuple[float, float]], everyone[0])
 
 
+def has_evaluation(session: Session) -> bool:
+    """Whether an evaluation of the session's step is recorded; one that was stopped is not."""
+    events = read_jsonl(session.run.events) if session.journal is not None else []
+    found = any(e.get("event") == "eval" and e.get("step") == session.state.step for e in events)
+    return cast(bool, session.mesh.all_gather_json(found)[0])
+
+
 def resume_from_memory(session: Session, at_most: int | None = None) -> bool:
     """Continue from the newest step of which every rank has a snapshot, if there is one."""
     state, snapshots = session.state, session.snapshots

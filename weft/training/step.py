@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,28 +134,43 @@ class Stepper:
         return learning_rate(self.job, self.state.step + 1)
 
     @torch.no_grad()
-    def evaluate(self, steps: list[list[Batch]]) -> dict[str, float]:
+    def evaluate(self, steps: list[list[Batch]], stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
         """val_loss, the mean over the valid targets of some batches, and the job's metrics, the same on every rank. Of
-        several tasks, whose batches are apart, these are also those of each task, and the loss over all."""
+        several tasks, whose batches are apart, these are also those of each task, and the loss over all. Empty if
+        `stop`, which is called between the steps and is the same on every rank, ends it."""
         if self.tasks is None:
-            return self._evaluate([b for step in steps for b in step])[0]
+            return self._evaluate(steps, stop)[0]
         found: dict[str, float] = {}
         total = count = 0.0
         for number, (name, loss) in enumerate(self.tasks.losses.items()):
-            batches = [b for step in steps for b in step if int(b["task"][0]) == number]
-            if batches:
-                figures, targets = self._evaluate(batches, (name, loss))
+            of_task = [batches for step in steps if (batches := [b for b in step if int(b["task"][0]) == number])]
+            if of_task:
+                figures, targets = self._evaluate(of_task, stop, (name, loss))
+                if not figures:
+                    return {}
                 found |= {f"{key}/{name}": value for key, value in figures.items()}
                 total, count = total + figures["val_loss"] * targets * loss.weight, count + targets
         return {"val_loss": total / max(1.0, count), **found}
 
     def _evaluate(
-        self, batches: list[Batch], task: tuple[str, NamedLoss] | None = None
+        self, steps: list[list[Batch]], stop: Callable[[], bool], task: tuple[str, NamedLoss] | None = None
     ) -> tuple[dict[str, float], float]:
-        """The figures of some batches, and the number of their valid targets."""
+        """The figures of some batches, and the number of their valid targets; empty if stopped."""
+        batches: list[Batch] = []
+
+        def until_stopped() -> Iterator[list[Batch]]:
+            for step in steps:
+                if batches and stop():
+                    batches.clear()
+                    return
+                batches.extend(step)
+                yield self.local(step)
+
         metrics = EvalMetrics(self.job.model, self.job.train.metrics, task if self.job.model.module else None)
         loss_of = self.loss_of(0.0) if metrics.plain and not self.job.model.module else self.evaluation_of(metrics)
-        found = self.state.model.evaluate(self.local(batches), loss_of).double().reshape(-1)
+        found = self.state.model.evaluate(until_stopped(), loss_of).double().reshape(-1)
+        if not batches:
+            return {}, 0.0
         if len(found) < metrics.size:  # only ranks with a pipeline's last stage have sums
             found = found.new_zeros(metrics.size)
         count = torch.stack([b["valid"].sum() for b in batches]).sum().double()

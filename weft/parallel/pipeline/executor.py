@@ -7,7 +7,7 @@ over tp and dp_shard and replicated over dp_replicate.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -157,10 +157,17 @@ class Pipelined:
         return step.total
 
     @torch.no_grad()
-    def evaluate(self, batches: list[Batch], loss_of: LossOf) -> Tensor:
-        """The summed loss of some batches where the last stage is, 0 elsewhere."""
+    def evaluate(self, steps: Iterable[list[Batch]], loss_of: LossOf) -> Tensor:
+        """The summed loss of the batches of some steps where the last stage is, 0 elsewhere."""
         for stage in self.parts:
             stage.module.eval()
+        totals = [self._forward(batches, loss_of) for batches in steps]
+        for stage in self.parts:
+            stage.data.after_evaluation()
+            stage.module.train()
+        return torch.stack(totals).sum(0)
+
+    def _forward(self, batches: list[Batch], loss_of: LossOf) -> Tensor:
         schedule, transfers = self._forward_only(len(batches))
         step = _Step(self, batches, loss_of, 1.0)
         self.links.begin(transfers, step.layout)
@@ -168,9 +175,6 @@ class Pipelined:
             step.do(action, last=False)
             step.held.clear()
         self.links.end()
-        for stage in self.parts:
-            stage.data.after_evaluation()
-            stage.module.train()
         return step.total
 
     def _forward_only(self, count: int) -> tuple[Schedule, tuple[Transfer, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -56,10 +56,10 @@ class TowerModel(SpreadModel):
             tower.microbatch(last)
 
     @torch.no_grad()
-    def evaluate(self, batches: list[Batch], loss_of: LossOf) -> Tensor:
+    def evaluate(self, steps: Iterable[list[Batch]], loss_of: LossOf) -> Tensor:
         for tower in self.towers:
             tower.module.eval()
-        out = super().evaluate(batches, loss_of)
+        out = super().evaluate(steps, loss_of)
         for tower in self.towers:
             tower.data.after_evaluation()
             tower.module.train()
