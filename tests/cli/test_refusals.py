@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from helpers.command import Output, python, write_job
+from helpers.command import ENV, Output, python, write_job
 
 from weft.cli import main
 from weft.job import JobError, load_job
@@ -138,6 +138,74 @@ sys.meta_path.insert(0, InterruptAt())
 from weft.__main__ import main
 main()
 """
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("job.yaml", ("plan", "job.yaml"), "job.yaml has more than 4 MiB, which is too large"),
+        ("ds.json", ("convert", "ds.json"), "ds.json has more than 4 MiB, which is too large"),
+        (
+            "c.yaml",
+            ("plan", "tiny", "cluster.catalog=c.yaml", "cluster.device=x"),
+            "c.yaml' has more than 4 MiB, which",
+        ),
+        ("t.csv", ("estimate", "--table", "t.csv"), "--table t.csv has 1,099,511,627,776 bytes, which is too large"),
+    ],
+)
+def test_a_file_without_end_is_not_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str, args: tuple[str, ...],
+    message: str,
+) -> None:  # fmt: skip
+    with (folder / name).open("wb") as file:
+        file.truncate(2**40)
+    result = run(monkeypatch, capfd, *args)
+    assert result.code == Exit.JOB
+    assert message in result.err and "Traceback" not in result.err
+
+
+def test_more_digits_than_python_reads(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "ds.json").write_text(f'{{"zero_optimization": {"9" * 5000}}}', encoding="utf-8")
+    result = run(monkeypatch, capfd, "convert", "ds.json")
+    assert result.code == Exit.JOB and "is not JSON: Exceeds the limit" in result.err
+
+
+def test_a_clusters_file_that_is_a_pipe(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(folder / "clusters.yaml")
+    monkeypatch.setenv("WEFT_CLUSTERS", str(folder / "clusters.yaml"))
+    result = run(monkeypatch, capfd, "launch", "job.yaml", "--on", "own", "--print")
+    assert result.code == Exit.JOB and "clusters.yaml: no such file" in result.err
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "message"),
+    [(">&-", Exit.DONE, ""), ("<&- >&- 2>&-", Exit.DONE, ""), (">/dev/full", Exit.MACHINE, "No space left on device")],
+)
+def test_standard_files_that_are_closed_or_full(folder: Path, redirection: str, code: Exit, message: str) -> None:
+    """What is written stays in the buffer until the end."""
+    command = f"{sys.executable} -m weft --version {redirection}"
+    result = subprocess.run(["/bin/sh", "-c", command], cwd=folder, env=ENV, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (code, message and f"weft: {message}\n")
+
+
+def test_output_that_nobody_reads(folder: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "weft", "--version"]
+    result = subprocess.run(command, cwd=folder, env=ENV, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert result.returncode in (0, 1)  # 1 if click notices it
+    assert result.stderr == b""
+
+
+def test_characters_that_the_terminal_lacks(folder: Path) -> None:
+    result = python(folder, "-m", "weft", "plan", "job.yaml", PYTHONUTF8="0", PYTHONIOENCODING="ascii", LC_ALL="C")
+    assert result.code == 0, result.err
+    assert " ? cpu" in result.out  # 2 × cpu
 
 
 @pytest.mark.parametrize("module", ["typer", "weft.cli.common", "weft.job.errors", "yaml", "numpy"])

@@ -172,7 +172,7 @@ def test_bad_input_is_one_sentence(tmp_path: Path, name: str, text: str, message
 def test_unknown_formats_and_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="did you mean deepspeed"):
         convert(str(CONFIGS / "ds_config.json"), source="deepsped")
-    with pytest.raises(JobError, match="there is no file"):
+    with pytest.raises(JobError, match="no such file"):
         convert(str(tmp_path / "none.json"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -119,8 +120,10 @@ def test_the_tokenizers_own_template_is_used(tmp_path: Path) -> None:
     assert load_template(str(tmp_path), None, "<e>").render(TALK) == "<b>Hi"
     (tmp_path / "chat_template.jinja").write_text("{{ messages|length }}{{ eos_token }}")
     assert load_template(str(tmp_path), None, "<e>").render(TALK) == "4<e>"
-    with pytest.raises(JobError, match="cannot be read"):
-        load_template(str(tmp_path), "none.jinja", "<e>")
+    os.mkfifo(tmp_path / "pipe.jinja")
+    for name in ("none.jinja", str(tmp_path / "pipe.jinja")):
+        with pytest.raises(JobError, match="no such file"):
+            load_template(str(tmp_path), name, "<e>")
 
 
 @settings(max_examples=50, deadline=None)

@@ -43,7 +43,7 @@ def test_turns_from_prompts_and_lines(
     plain = in_process(tmp_path, "generate", "published", "--chat", "--template", "plain", *greedy, "--prompt", "Once")
     assert plain.code == 0 and plain.out.strip()
     for options, text in {
-        ("--chat", "--template", "no.jinja", "--prompt", "a"): "--template 'no.jinja' cannot be read",
+        ("--chat", "--template", "no.jinja", "--prompt", "a"): "--template 'no.jinja': no such file",
         ("--chat", "--beams", "2"): "--chat samples answers, and --beams searches translations",
         ("--system", "x"): "--system is for --chat",
     }.items():

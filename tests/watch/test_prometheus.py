@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from helpers.command import DEADLINE_S
 from helpers.real_clusters import free_ports
 
@@ -82,3 +83,18 @@ def test_a_real_prometheus_scrapes_the_port(tmp_path: Path, make_run: Callable[.
         server.terminate()
         server.wait(DEADLINE_S)
         sink.finish(ended=True)
+
+
+def test_port_is_of_this_machine_only(
+    tmp_path: Path, make_run: Callable[..., RunDir], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A client that closes its connection early is no error."""
+    sink = fed(make_run(tmp_path / "run", steps=2), 0)
+    assert sink.server is not None and sink.server.server_address[0] == "127.0.0.1"
+    for error, shown in ((ConnectionResetError(), False), (TimeoutError(), False), (ValueError("wrong"), True)):
+        try:
+            raise error
+        except Exception:
+            sink.server.handle_error(None, sink.server.server_address)
+        assert ("wrong" in capfd.readouterr().err) == shown
+    sink.finish(ended=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import io
 import os
 import signal
 import sys
@@ -114,18 +115,26 @@ def main() -> None:
     # another Ctrl-C during shutdown does not change the exit code
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     as_json = "--json" in sys.argv[1:]
+    _prepare_streams()
     stdout = _CountedOutput(sys.stdout)
     sys.stdout = stdout
     code, text = int(Exit.DONE), ""
     try:
-        code = make_app("".join(sys.argv[1:2]))(prog_name="weft", standalone_mode=not as_json) or code
+        try:
+            code = make_app("".join(sys.argv[1:2]))(prog_name="weft", standalone_mode=not as_json) or code
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        stdout.flush()
     except WeftError as error:
         code, text = int(error.exit_code), str(error)
     except KeyboardInterrupt:
         code = int(Exit.INTERRUPTED)
+    except MemoryError:
+        code, text = int(Exit.MACHINE), "memory ran out"
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output(stdout)
     except OSError as error:
+        _discard_output(stdout)
         where = f": {error.filename}" if error.filename else ""
         code, text = int(Exit.MACHINE), f"{error.strerror or error}{where}"
     except Exception as error:  # with --json, a mistake in the arguments arrives as an exception of click
@@ -139,6 +148,28 @@ def main() -> None:
     if text:
         print_stderr(f"weft: {text}")
     sys.exit(code)
+
+
+def _prepare_streams() -> None:
+    """Open closed standard files, else the next file that is opened would get their output; replace characters that
+    the terminal's encoding lacks (LANG=C)."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
+        if number and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _discard_output(stdout: _CountedOutput) -> None:
+    """Let what is still buffered go to the null device if it cannot be written."""
+    try:
+        stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
 
 
 class _CountedOutput:

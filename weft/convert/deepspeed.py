@@ -253,6 +253,8 @@ def read_json(text: str, file: str) -> Any:
         raise JobError(f"{file} line {error.lineno} is not JSON: {error.msg}") from None
     except RecursionError:
         raise JobError(f"{file} is nested too deeply") from None
+    except ValueError as error:  # such as a number with more digits than Python reads
+        raise JobError(f"{file} is not JSON: {error}") from None
 
 
 def read(text: str, file: str) -> Settings:

@@ -16,13 +16,12 @@ from weft.convert.megatron import MEGATRON
 from weft.convert.torchtitan import TORCHTITAN
 from weft.job.errors import JobError
 from weft.job.registry import did_you_mean
+from weft.job.text_file import MAX_BYTES, read_small_text
 
 FORMATS: dict[str, SourceFormat] = {
     source.name: source for source in (DEEPSPEED, TORCHTITAN, ACCELERATE, AXOLOTL, LLAMAFACTORY, MEGATRON)
 }
 """By name; the first that recognises a file is used."""
-
-MAX_BYTES = 2**22
 
 
 def convert(
@@ -30,7 +29,7 @@ def convert(
 ) -> Conversion:
     """The job of another library's file; `-` is stdin. `source` is the name of its format, else it is recognised."""
     path = Path(file)
-    text = sys.stdin.read(MAX_BYTES) if file == "-" else _text_of(path)
+    text = sys.stdin.read(MAX_BYTES) if file == "-" else read_small_text(path)
     if source is not None and source not in FORMATS:
         raise JobError(
             f"--from {source!r} is not a known format; use {', '.join(FORMATS)}{did_you_mean(source, FORMATS)}"
@@ -43,14 +42,3 @@ def convert(
         raise JobError(f"{file} has no settings of {chosen.title.removeprefix('a ').removeprefix('an ')}")
     name = re.sub(r"[^A-Za-z0-9._-]", "-", path.stem).lstrip("._-") or "converted"
     return apply_table(chosen, settings, file, name, nproc, overrides)
-
-
-def _text_of(path: Path) -> str:
-    if not path.is_file():
-        raise JobError(f"there is no file {path}")
-    if path.stat().st_size > MAX_BYTES:
-        raise JobError(f"{path} has more than {MAX_BYTES // 2**20} MiB, too large for a config")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise JobError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None

@@ -267,7 +267,7 @@ TABLE: dict[str, Rule] = {
 def read(text: str, file: str) -> Settings:
     try:
         return flatten(value) if (value := tomllib.loads(text)) else Settings()
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # also a number with more digits than Python reads
         raise JobError(f"{file} is not TOML: {error}") from None
     except RecursionError:
         raise JobError(f"{file} is nested too deeply") from None

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from weft.job.errors import JobError
+from weft.job.text_file import read_small_text
 
 Kind = Literal["cuda", "rocm", "cpu"]
 
@@ -96,13 +97,9 @@ class Catalog:
 def read_catalog(path: Path | str) -> Catalog:
     """The devices and networks of a file; a JobError names an invalid entry."""
     path = Path(path)
-    if not path.is_file():
-        raise JobError(f"cluster.catalog={str(path)!r}: no such file")
     try:
-        raw = safe_load(path.read_text(encoding="utf-8")) or {}
-    except UnicodeDecodeError as error:
-        raise JobError(f"cluster.catalog={str(path)!r} is not UTF-8 text: {error.reason}") from None
-    except yaml.YAMLError as error:
+        raw = safe_load(read_small_text(path, f"cluster.catalog={str(path)!r}")) or {}
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise JobError(f"cluster.catalog={str(path)!r} is not YAML: {getattr(error, 'problem', error)}") from None
     known = ("devices", "networks", "clouds", "own")
     if not isinstance(raw, dict) or (extra := [k for k in raw if k not in known]):

@@ -16,6 +16,7 @@ from weft.job.registry import import_extensions
 from weft.job.schema import Job
 from weft.job.section import plain_types
 from weft.job.sync import expand
+from weft.job.text_file import read_small_text
 from weft.job.validation import sections_of
 
 MAX_YAML_NODES = 20_000
@@ -172,12 +173,7 @@ def read_job(path: Path) -> Job:
 
 
 def _raw_job(path: Path) -> dict[str, Any]:
-    try:
-        raw = _yaml(path.read_text(encoding="utf-8"), str(path), Job)
-    except UnicodeDecodeError as error:
-        raise JobError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-    except OSError as error:
-        raise JobError(f"{path} cannot be read: {error.strerror}") from None
+    raw = _yaml(read_small_text(path), str(path), Job)
     if raw is None:
         raw = {}
     if not isinstance(raw, dict):

@@ -10,7 +10,6 @@ from weft.job.checkpoint import Checkpoint
 from weft.job.cluster import Cluster, DeviceGroup, Failures, TopologyLevel
 from weft.job.comm import Comm
 from weft.job.data import Data
-from weft.job.fp8 import Fp8
 from weft.job.launch.launch_settings import (
     KubernetesOptions,
     LaunchPolicy,
@@ -24,6 +23,7 @@ from weft.job.memory import Memory
 from weft.job.model import Model
 from weft.job.model_parts.attention_settings import Latent, RopeScaling
 from weft.job.model_parts.expert_settings import Experts
+from weft.job.model_parts.fp8_settings import Fp8
 from weft.job.model_parts.table_settings import EmbeddingTable, TableOptim
 from weft.job.model_parts.tower_settings import TowerShape
 from weft.job.optim import Optim

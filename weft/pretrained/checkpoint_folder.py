@@ -81,6 +81,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise JobError(f"{path} is not JSON: it is nested too deeply") from None
     except OSError as error:
         raise JobError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # such as a number with more digits than Python reads
+        raise JobError(f"{path} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise JobError(f"{path} must hold a JSON object, not a {type(found).__name__}")
     return found

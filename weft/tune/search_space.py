@@ -78,7 +78,7 @@ def _number(text: str) -> Any:
     except ValueError:
         try:
             return yaml.safe_load(text)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):
             raise JobError(f"--over: {text!r} is not a value") from None
     if not math.isfinite(value):
         raise JobError(f"--over: {text!r} is not a finite number")

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from weft.job.errors import check_output_file
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.watch.figures.figure import number
+from weft.watch.local_server import LocalServer
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 GIB, MIB = 2**30, 2**20
@@ -224,12 +225,11 @@ class PrometheusSink:
         self.file = Path(target) if isinstance(target, str) and target.endswith(".prom") else None
         host, _, port = str(target).rpartition(":")
         self.address = (host or "127.0.0.1", 0 if self.file else int(port))
-        self.server: ThreadingHTTPServer | None = None
+        self.server: LocalServer | None = None
 
     def start(self) -> None:
         if self.file is None:
-            self.server = ThreadingHTTPServer(self.address, _handler(self.metrics))
-            self.server.daemon_threads = True
+            self.server = LocalServer(self.address, _handler(self.metrics))
             threading.Thread(target=self.server.serve_forever, name="weft-prometheus", daemon=True).start()
 
     def feed(self, records: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:

@@ -214,6 +214,6 @@ def _json(path: Path) -> Any:
 def _name(job: str) -> str:
     try:
         raw = safe_load(job)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         return ""
     return str(raw.get("name") or "") if isinstance(raw, dict) else ""

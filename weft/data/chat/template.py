@@ -193,6 +193,8 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     try:
+        if not path.is_file():  # a named pipe would block
+            raise JobError(f"data.template {str(path)!r}: no such file; write {', '.join(BUILT_IN)} or a .jinja file")
         if path.stat().st_size > MAX_TEMPLATE_BYTES:
             raise JobError(f"{path} has more than {MAX_TEMPLATE_BYTES:,} bytes and is no chat template")
         return path.read_text(encoding="utf-8")

@@ -78,7 +78,7 @@ def _card_configs(card: Path) -> list[dict[str, Any]]:
     head = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
     try:
         found = yaml.safe_load(head[1]) if head else None
-    except (yaml.YAMLError, RecursionError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         return []
     listed = found.get("configs") if isinstance(found, dict) else None
     return [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []

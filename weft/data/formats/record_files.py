@@ -162,7 +162,7 @@ def _tar_samples(path: str, first: int, end: int) -> Iterator[tuple[int, Record]
         opened.seek(shard.offset)
         if opened.read(512) != bytes(512):
             raise JobError(f"{path} cannot be read: it ends before the end marker of a tar file")
-        while opened.read(1 << 20):  # a compressed file is checked by the sum at its end
+        while opening is gzip.open and opened.read(1 << 20):  # it is checked by the sum at its end
             pass
     if before:
         yield number + 1, record

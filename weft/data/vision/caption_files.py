@@ -108,7 +108,7 @@ def _records(path: Path) -> Iterator[tuple[int, dict[Any, Any]]]:
                     if not isinstance(record, dict):
                         raise JobError(f"{path} line {number} is not an object with image and caption")
                     yield number, record
-    except (json.JSONDecodeError, UnicodeDecodeError, csv.Error) as error:
+    except (ValueError, RecursionError, csv.Error) as error:
         raise JobError(f"{path} is not a list of captions: {error}") from None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from weft.job.errors import JobError
 from weft.job.load import read_yaml
+from weft.job.text_file import read_small_text
 from weft.launch.targets.target import Target
 
 TARGETS = {
@@ -42,13 +43,9 @@ def clusters_file() -> Path:
 def clusters() -> dict[str, dict[str, Any]]:
     """The entries of the clusters file: by name, the fields of a `cluster` section."""
     path = clusters_file()
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return {}
-    except UnicodeDecodeError as error:
-        raise JobError(f"{path} is not YAML: {error}") from None
-    found = read_yaml(text, str(path))
+    found = read_yaml(read_small_text(path), str(path))
     if found is None:
         return {}
     if not isinstance(found, dict) or not all(isinstance(v, dict) for v in found.values()):

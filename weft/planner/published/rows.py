@@ -18,6 +18,7 @@ from weft.planner.published.known_models import known_model
 from weft.planner.schedules.known_schedules import SCHEDULE_NAMES
 from weft.planner.search.candidates import PRECISIONS, RECOMPUTES
 
+MAX_TABLE_BYTES = 2**28
 REQUIRED_COLUMNS = ("layers", "hidden", "seq_len", "gpu", "gpus")
 """Columns that a table must have; all others are optional."""
 BITSANDBYTES_NF4_BYTES, DOUBLE_QUANTIZATION_BYTES = 0.94, 0.05
@@ -75,6 +76,8 @@ def read_table(path: Path) -> tuple[list[PublishedRun], dict[str, int]]:
     """The usable rows, and the number of unusable ones by reason."""
     if not path.is_file():
         raise JobError(f"--table {path}: no such file")
+    if (size := path.stat().st_size) > MAX_TABLE_BYTES:
+        raise JobError(f"--table {path} has {size:,} bytes, which is too large")
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte-order mark
             head = file.readline()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from weft.job.errors import MachineError
+from weft.watch.local_server import LocalServer
 
 PORT = 9346
 POLICY = (
@@ -32,6 +33,8 @@ def find_viewer() -> Path:
 
 class _Handler(http.server.SimpleHTTPRequestHandler):
     """The files of the UI, and one trace."""
+
+    timeout = 10
 
     def __init__(self, trace: Path, *args: object, directory: str) -> None:
         self.trace = trace
@@ -63,13 +66,13 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None: ...
 
 
-def make_server(trace: Path, port: int = PORT) -> http.server.ThreadingHTTPServer:
+def make_server(trace: Path, port: int = PORT) -> LocalServer:
     """A server on this machine's loopback; port 0 takes a free one."""
     handler = functools.partial(_Handler, trace, directory=str(find_viewer()))
     try:
-        return http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
+        return LocalServer(("127.0.0.1", port), handler)
     except OSError:  # the port is taken
-        return http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        return LocalServer(("127.0.0.1", 0), handler)
 
 
 def serve_trace(trace: Path, report: Callable[[str], None]) -> None:
