@@ -44,10 +44,10 @@ REPLICATED = ("dp_replicate", "dp_shard", "cp", "tp")
 REPLICATED_EXPERTS = ("dp_replicate", "ep_shard", "ep")
 """The same for experts that are sharded over ep."""
 
-FOLDED = ("pp", "dp_replicate", "ep_shard", "ep")
+EXPERT_MESH_AXES = ("pp", "dp_replicate", "ep_shard", "ep")
 """The mesh of the experts, over dp_shard × cp × tp: neighbours hold different experts (ep), ranks that are ep apart the
 same ones (ep_shard). ep_shard with dp_replicate is expert_replicate."""
-UNDER: dict[str, tuple[str, ...]] = {
+PARTS_OF_AXIS: dict[str, tuple[str, ...]] = {
     **JOINT, "ep": ("dp_shard", "cp", "tp"), "ep_shard": ("dp_shard", "cp", "tp"),
     "expert_replicate": ("dp_replicate", "dp_shard", "cp", "tp"),
 }  # fmt: skip
@@ -80,7 +80,7 @@ class Mesh:
         return [*self.axes.values(), *([self.everyone] if self.everyone else [])]
 
     folded: DeviceMesh | None = None
-    """The mesh of the experts (FOLDED), if they are sharded over ep."""
+    """The mesh of the experts (EXPERT_MESH_AXES), if they are sharded over ep."""
     alone: bool = False
     """Whether replicas train on their own between exchanges (train.sync)."""
     store: dist.Store | None = None
@@ -311,7 +311,7 @@ def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta, host_
     folded = None
     if plan.ep > 1:
         shape = (plan.pp, plan.dp_replicate, plan.dp_shard * plan.cp * plan.tp // plan.ep, plan.ep)
-        folded = init_device_mesh(device.type, shape, mesh_dim_names=FOLDED)
+        folded = init_device_mesh(device.type, shape, mesh_dim_names=EXPERT_MESH_AXES)
         parts = {name: folded[name] for name in ("ep_shard", "ep")}
         parts["expert_replicate"] = flatten_mesh(folded["dp_replicate", "ep_shard"], "expert_replicate")
         if 1 < plan.ep_hop < plan.ep:

@@ -43,7 +43,7 @@ class Experiment:
 PHASE_TIMEOUT_S = 5.0
 """How long to wait for a phase, or 20 steps if that is longer."""
 
-RETURN_S = 40.0
+REJOIN_TIMEOUT_S = 40.0
 """How long to wait for a node to rejoin."""
 
 SLOW_S = 4.0
@@ -252,7 +252,7 @@ class FaultInjector:
 
     def _wait_for_all_nodes(self) -> None:
         """Wait for a limited time until all nodes have joined."""
-        known, until = len(self.run.events), time.monotonic() + RETURN_S
+        known, until = len(self.run.events), time.monotonic() + REJOIN_TIMEOUT_S
         self._wait(lambda: time.monotonic() > until or any(e.get("how") == "grow" for e in self.run.events[known:]))
 
     def _target_node(self, fault: Fault) -> tuple[VirtualHosts, int]:

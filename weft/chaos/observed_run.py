@@ -23,7 +23,7 @@ from weft.supervisor.process_manager import pointer_path
 from weft.supervisor.status_board import TRAINING, StatusBoard
 from weft.watch.run_tail import LineTail
 
-LOOK_S = 0.005
+POLL_S = 0.005
 """Poll interval."""
 
 
@@ -106,7 +106,7 @@ class ObservedRun:
                 return code
             if time.monotonic() > deadline:
                 raise TimeoutError
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
     def board(self, node: int = 0) -> StatusBoard | None:
         """The status board of a node, while it runs with a supervisor."""

@@ -22,7 +22,7 @@ from weft.job.data import Data
 from weft.job.errors import JobError
 from weft.job.token_files import META, TOKENS
 
-WHOLE_BYTES = 64 << 20
+MAX_FULL_CHECKSUM_BYTES = 64 << 20
 """Smaller files are identified by a checksum of all their bytes, others by one of SAMPLED_BLOCKS blocks."""
 SAMPLED_BLOCKS, BLOCK_BYTES = 256, 4096
 
@@ -58,7 +58,7 @@ def shard_fingerprint(path: Path) -> str:
     """Identifies the contents of a shard: its size and a checksum."""
     file = path / TOKENS if path.is_dir() else path
     size = file.stat().st_size
-    if size <= WHOLE_BYTES:
+    if size <= MAX_FULL_CHECKSUM_BYTES:
         return f"{size}-{crc32(file):08x}"
     value = 0
     with file.open("rb") as opened:

@@ -22,7 +22,7 @@ from weft.data.sampler import Ints
 
 CHUNK_SAMPLES = 16
 """Samples that a worker reads for one message."""
-ROOM = 1.25
+SLOT_MARGIN = 1.25
 """Shared memory of a chunk, relative to chunks of the dataset's first sample."""
 MAX_AUTO_WORKERS = 16
 PARENT_CHECK_S = 2.0
@@ -62,7 +62,7 @@ class SampleWorkers:
 
     def __init__(self, dataset: Dataset, count: int) -> None:
         first = dataset.train(0)
-        self._slot = int(ROOM * CHUNK_SAMPLES * sum(np.asarray(v).nbytes for v in first.values())) + 4096
+        self._slot = int(SLOT_MARGIN * CHUNK_SAMPLES * sum(np.asarray(v).nbytes for v in first.values())) + 4096
         self._memory = mmap.mmap(-1, 2 * count * self._slot)
         context = mp.get_context("fork")
         self._pipes: list[connections.Connection[Any, Any]] = []

@@ -9,7 +9,7 @@ from weft.job.run_folder import RunDir
 from weft.planner.plan import Plan
 from weft.watch.journal import Journal
 
-SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
+ERROR_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 """Phrases in torch's messages, on GPU and CPU."""
 
 
@@ -17,7 +17,7 @@ def is_oom(error: BaseException) -> bool:
     """Whether an error means that memory ran out."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS)
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in ERROR_TEXTS)
 
 
 def smaller(plan: Plan) -> Plan | None:

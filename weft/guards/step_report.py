@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.watch.devices.monitor import NOTHING, DeviceFigures
+from weft.watch.devices.monitor import NO_FIGURES, DeviceFigures
 
 DEVICE_FIELDS = tuple(f.name for f in fields(DeviceFigures))
 """Figures of a rank's devices."""
@@ -34,7 +34,7 @@ class RankFigures:
     memory: float
     waited: tuple[float, ...]
     digests: tuple[float, ...]
-    devices: DeviceFigures = NOTHING
+    devices: DeviceFigures = NO_FIGURES
 
 
 @dataclass(frozen=True)

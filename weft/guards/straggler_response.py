@@ -14,7 +14,7 @@ from weft.guards.step_report import RankFigures
 from weft.guards.straggler_detection import REFINE_SPAN_S, RankTimes, SlowRank
 from weft.guards.work_shares import MIN_TIME_LOST_S, Rebalancer
 from weft.job.schema import Job
-from weft.mesh import UNDER, Mesh
+from weft.mesh import PARTS_OF_AXIS, Mesh
 from weft.planner.plan import Plan
 
 LOST_DECAY = 0.9
@@ -32,7 +32,7 @@ class StragglerResponse:
         self._fixed = fixed
         self.same_rows = job.model.loss == "contrastive" or bool(plan.towers)  # ranks exchange samples' vectors
         self.other_work = any(row["ranks"] < plan.world for row in plan.towers)  # ranks hold different towers
-        self.links_of = {axis: self._groups(set(UNDER.get(axis, (axis,)))) for axis in mesh.axes}
+        self.links_of = {axis: self._groups(set(PARTS_OF_AXIS.get(axis, (axis,)))) for axis in mesh.axes}
         self.shares = BatchShares.even(job.train.global_batch, plan.microbatch, plan.dp)
         self.balance = Rebalancer(plan, job.train.global_batch)
         self.times, self.links = RankTimes(mesh.world), SlowLinkDetector()

@@ -24,10 +24,10 @@ MODES: dict[str, str] = {
 PERIODS: dict[str, int] = {"local": 8, "diloco": 50, "federated": 1}
 """Default steps between exchanges."""
 
-OUTER: dict[str, tuple[float, float]] = {"local": (1.0, 0.0), "diloco": (0.7, 0.9), "federated": (1.0, 0.0)}
+OUTER_DEFAULTS: dict[str, tuple[float, float]] = {"local": (1.0, 0.0), "diloco": (0.7, 0.9), "federated": (1.0, 0.0)}
 """Default learning rate and momentum of the outer optimizer (DiLoCo: Douillard et al. 2023)."""
 
-OF_MODE: dict[str, tuple[str, ...]] = {
+MODES_OF_FIELD: dict[str, tuple[str, ...]] = {
     "every": ("local", "diloco", "federated"),
     "outer_lr": ("diloco", "federated"),
     "outer_momentum": ("diloco", "federated"),
@@ -126,7 +126,7 @@ class Sync(Section):
 
     @model_validator(mode="after")
     def _check_mode(self) -> Sync:
-        for name, modes in OF_MODE.items():
+        for name, modes in MODES_OF_FIELD.items():
             value = getattr(self, name)
             if self.mode not in modes and value != type(self).model_fields[name].default:
                 raise ValueError(
@@ -157,7 +157,7 @@ class Sync(Section):
     @property
     def outer(self) -> tuple[float, float]:
         """Learning rate and momentum of the outer optimizer."""
-        rate, momentum = OUTER.get(self.mode, (1.0, 0.0))
+        rate, momentum = OUTER_DEFAULTS.get(self.mode, (1.0, 0.0))
         return (
             rate if self.outer_lr is None else self.outer_lr,
             momentum if self.outer_momentum is None else self.outer_momentum,

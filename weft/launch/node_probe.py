@@ -28,7 +28,7 @@ from weft.supervisor.nodes.node_address import local_address
 
 MARK = "weft-node "
 """Start of the line that a node prints."""
-MEET_S, CONNECT_S, NCCL_S = 30.0, 5.0, 120.0
+RENDEZVOUS_TIMEOUT_S, CONNECT_TIMEOUT_S, NCCL_TIMEOUT_S = 30.0, 5.0, 120.0
 NODE_VARIABLES = ("NODE_RANK", "SLURM_PROCID")
 
 NCCL_TEST = """
@@ -85,7 +85,7 @@ def _serve_time(listener: socket.socket) -> None:
 
 
 def _wait_for(folder: AnyPath, kind: str, count: int) -> dict[int, dict[str, Any]]:
-    deadline = time.monotonic() + MEET_S
+    deadline = time.monotonic() + RENDEZVOUS_TIMEOUT_S
     while True:
         paths = [folder / f"{kind}-{n}.json" for n in range(count)]
         found = {n: json.loads(p.read_text(encoding="utf-8")) for n, p in enumerate(paths) if p.exists()}
@@ -97,7 +97,7 @@ def _wait_for(folder: AnyPath, kind: str, count: int) -> dict[int, dict[str, Any
 def clock_difference(address: str, port: int) -> float:
     """How many seconds the clock at an address is ahead of this one, at least: a slow answer is not a difference."""
     start = time.time()
-    with socket.create_connection((address, port), timeout=CONNECT_S) as server:
+    with socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S) as server:
         data = server.recv(8, socket.MSG_WAITALL)
     there = float(struct.unpack("d", data)[0])
     return min(0.0, there - start) + max(0.0, there - time.time())
@@ -124,11 +124,11 @@ def main() -> int:
         where = f"tcp://{others[0]['address']}:{others[0]['rendezvous']}"
         command = [sys.executable, "-c", NCCL_TEST, where, str(node), str(count)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=NCCL_S)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=NCCL_TIMEOUT_S)
             lines = done.stderr.strip().splitlines() or ["no message"]
             found["nccl"] = "" if done.returncode == 0 else lines[-1]
         except subprocess.TimeoutExpired:
-            found["nccl"] = f"no answer within {NCCL_S:.0f} s"
+            found["nccl"] = f"no answer within {NCCL_TIMEOUT_S:.0f} s"
     print(MARK + json.dumps(found), flush=True)
     replace(folder / f"done-{node}.json", b"{}")
     _wait_for(folder, "done", len(others))  # the others may still ask for the time

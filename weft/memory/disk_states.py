@@ -22,7 +22,7 @@ from weft.memory.host_memory import allocate_host
 
 SECTOR = 4096
 """Alignment of offsets, sizes and memory for O_DIRECT."""
-STAGES = 4
+STAGING_BUFFERS = 4
 """Host buffers for pieces between disk and device."""
 TRANSFER_BYTES = 16 << 20
 """Bytes of one read or write."""
@@ -83,7 +83,7 @@ class DiskFile:
 
 
 class DiskStates:
-    """The states of one rank on disk, by piece. Without a file nothing lives there."""
+    """The states of one rank on disk, by piece. Without a file it holds nothing."""
 
     def __init__(self, file: DiskFile | None, sizes: list[list[int]], stage_bytes: int, device: torch.device):
         self.file, self.sizes = file, sizes
@@ -92,9 +92,9 @@ class DiskStates:
         self.offsets = list(accumulate((place[-1] for place in self.places), initial=0))
         self.device = device
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="weft-disk") if file is not None else None
-        self.stages = _aligned(STAGES if file is not None else 0, stage_bytes, device, self)
+        self.stages = _aligned(STAGING_BUFFERS if file is not None else 0, stage_bytes, device, self)
         self.error: BaseException | None = None
-        """What a write in the background met."""
+        """The error of a write in the background."""
 
     @classmethod
     def make(cls, folder: Path, rank: int, sizes: list[list[int]], device: torch.device) -> DiskStates:
@@ -145,7 +145,7 @@ class DiskStates:
                 copied.set_exception(error)
 
     def arrived(self, event: Event) -> Event:
-        """The event of a fetch, once it is under way; raises what the disk's thread met."""
+        """The event of a fetch, once it is under way; raises the error of the disk's thread."""
         if self.error is not None:
             raise self.error
         return event.future.result() if isinstance(event, _Later) else event

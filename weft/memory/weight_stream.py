@@ -172,10 +172,10 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def streamed_units(sizes: dict[str, int], share: float) -> list[str]:
     """Units, spread evenly, whose weights make up a share of all."""
-    chosen, owed = [], 0.0
+    chosen, missing = [], 0.0
     for name, size in sizes.items():
-        owed += share * size
-        if size and owed >= size / 2:
+        missing += share * size
+        if size and missing >= size / 2:
             chosen.append(name)
-            owed -= size
+            missing -= size
     return chosen

@@ -237,17 +237,17 @@ def slice_params(
 
 def assign_homes(sizes: dict[str, int], shares: dict[Home, float]) -> dict[str, Home]:
     """The home of each weight's states: the shares of bytes, spread evenly over the weights; the rest on the device."""
-    owed = dict.fromkeys(shares, 0.0)
+    missing = dict.fromkeys(shares, 0.0)
     out: dict[str, Home] = {}
     for name, size in sizes.items():
         for home, share in shares.items():
-            owed[home] += share * size
-        best = max(owed, key=lambda home: owed[home], default="device")
-        if not owed or owed[best] < size / 2:
+            missing[home] += share * size
+        best = max(missing, key=lambda home: missing[home], default="device")
+        if not missing or missing[best] < size / 2:
             out[name] = "device"
         else:
             out[name] = best
-            owed[best] -= size
+            missing[best] -= size
     return out
 
 

@@ -13,13 +13,13 @@ import numpy as np
 from weft.job.errors import MachineError
 from weft.job.schema import Job
 
-EXTRA = {"noise": "dp_accounting", "secure": "cryptography"}
+REQUIRED_PACKAGES = {"noise": "dp_accounting", "secure": "cryptography"}
 """Fields of train.sync that need a package of the extra `privacy`."""
 
 
 def check_packages(job: Job) -> None:
     """Raise if a setting of train.sync needs a package that is not installed."""
-    for field, package in EXTRA.items():
+    for field, package in REQUIRED_PACKAGES.items():
         if getattr(job.train.sync, field) and importlib.util.find_spec(package) is None:
             raise MachineError(f"train.sync.{field} needs the package {package}: pip install 'weft[privacy]'")
 

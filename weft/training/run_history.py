@@ -8,9 +8,9 @@ from pathlib import Path
 from weft.job.run_folder import RunDir
 from weft.job.store_path import AnyPath, replace, size_of
 
-GROWING = ("metrics.jsonl", "events.jsonl")
+APPENDED_FILES = ("metrics.jsonl", "events.jsonl")
 """Files to which lines are appended: the longer of two copies has all lines of the other."""
-FILES = ("job.yaml", "plan.json", *GROWING)
+FILES = ("job.yaml", "plan.json", *APPENDED_FILES)
 
 
 def upload_history(run: RunDir, shared: AnyPath) -> None:
@@ -22,7 +22,7 @@ def upload_history(run: RunDir, shared: AnyPath) -> None:
 
 def fetch_history(run: RunDir, shared: AnyPath) -> None:
     """Copy metrics and events of earlier nodes here, where this node has fewer lines."""
-    for name in GROWING if shared != run.path else ():
+    for name in APPENDED_FILES if shared != run.path else ():
         with contextlib.suppress(FileNotFoundError):
             if size_of(shared / name) > _local_size(run.path / name):
                 replace(run.path / name, (shared / name).read_bytes())

@@ -48,10 +48,10 @@ ROUNDING_FACTOR, MAX_WIDENING = 3.0, 4.0
 """A tolerance of bf16 or fp16 is widened to this factor times the rounding of one process, its difference from fp32:
 both runs are rounded, and errors vary between steps. It grows at most by the second factor."""
 
-FLOOR = 1e-3
+MIN_NORM_SHARE = 1e-3
 """A parameter's gradient is compared to its own norm, or to this share of the norm of all if its own is smaller.
 Moments and updates of parameters below it are not compared: a key's bias has no gradient but rounding."""
-FP32_FLOOR = 3e-2
+FP32_MIN_NORM_SHARE = 3e-2
 """The same share of gradients in fp32, whose tolerance is so small that the rounding of a gradient that should be 0,
 such as that of a bias before a batch norm, would count: it is about 3e-8 of the norm of all."""
 
@@ -136,7 +136,7 @@ def compare(
     is rounded differently changes gradients of a small CLIP in bf16 by 4 %, and those of the third step by 12 %.
     """
     limits, routing = TOLERANCE[precision], other.routing
-    share = FP32_FLOOR if precision == "fp32" else FLOOR
+    share = FP32_MIN_NORM_SHARE if precision == "fp32" else MIN_NORM_SHARE
     gradients, values = _differences(reference, other, share)
     bounds, allowed = _limits(limits), dict.fromkeys(gradients, limits.gradient)
     noise: dict[str, float] = {}
@@ -175,7 +175,7 @@ def _differences(reference: Trace, other: Trace, share: float) -> tuple[dict[str
     for ours, theirs in zip(reference.gradients, other.gradients, strict=True):
         norms = {name: float(g.double().norm()) for name, g in ours.items()}
         total = float(torch.tensor(list(norms.values())).norm())
-        above_floor &= {name for name, norm in norms.items() if norm >= FLOOR * total}
+        above_floor &= {name for name, norm in norms.items() if norm >= MIN_NORM_SHARE * total}
         for name, g in ours.items():
             difference, along = _difference(g, theirs.get(name), share * total)
             gradients[name], size = max(gradients.get(name, 0.0), difference), max(size, along)

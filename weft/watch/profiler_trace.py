@@ -13,7 +13,7 @@ from typing import Any
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime")
 ON_HOST = ("cpu_op", "user_annotation", *LAUNCHES)
-FLYING = re.compile(r"^(gloo|nccl|ucc|mpi|xccl):")
+COLLECTIVE_NAME = re.compile(r"^(gloo|nccl|ucc|mpi|xccl):")
 """A process group's record of a collective, which starts and ends on different threads and so does not nest."""
 MARK = "weft."
 """Prefix of the ranges that Weft opens around the parts of a step."""
@@ -87,8 +87,8 @@ def read_trace(path: Path) -> ProfilerTrace:
 
 def parse_trace(raw: Iterable[dict[str, Any]]) -> ProfilerTrace:
     events = [_event(r) for r in raw if r.get("ph") == "X" and r.get("cat") in (*ON_HOST, *ON_DEVICE)]
-    messages = [e for e in events if e.kind in ON_HOST and FLYING.match(e.name)]
-    host = nest([e for e in events if e.kind in ON_HOST and not FLYING.match(e.name)])
+    messages = [e for e in events if e.kind in ON_HOST and COLLECTIVE_NAME.match(e.name)]
+    host = nest([e for e in events if e.kind in ON_HOST and not COLLECTIVE_NAME.match(e.name)])
     by_correlation: dict[int | None, TraceEvent] = {e.correlation: e for e in host if e.correlation is not None}
     device = sorted((e for e in events if e.kind in ON_DEVICE), key=lambda e: e.start)
     marks = sorted((e for e in host if e.name.startswith(MARK)), key=lambda e: (e.start, -e.end))

@@ -85,7 +85,7 @@ UNITS: tuple[tuple[str, str, float], ...] = (
 """Endings of other fields, what they become, and the factor to the base unit."""
 LABELLED = ("ranks", "comm_axes")
 """Fields whose figures have labels."""
-HIDDEN = ("wall_time", "skipped", "comm_between_mib")
+NOT_EXPORTED = ("wall_time", "skipped", "comm_between_mib")
 
 
 def metric_of(field: str) -> MetricName:
@@ -182,7 +182,7 @@ def _numbers(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, fl
         if isinstance(value, dict):
             if name not in LABELLED:
                 yield from _numbers(value, f"{name}.")
-        elif isinstance(value, int | float) and not isinstance(value, bool) and name not in HIDDEN:
+        elif isinstance(value, int | float) and not isinstance(value, bool) and name not in NOT_EXPORTED:
             yield name, float(value)
 
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.comm.compression.adaptive import (
+    CHECKS_AFTER_SLOWDOWN,
+    CHECKS_BEFORE_LOWERING,
     LEVELS,
-    LOOKS_BEFORE_LOWERING,
-    WARY_LOOKS,
     AdaptiveChoice,
     Figures,
     exposed_seconds,
@@ -66,7 +66,7 @@ def test_levels_rise_at_once_and_fall_slowly() -> None:
     one = choice()
     assert one.look(replace(FIGURES, bytes_per_s=100 * MBIT)) is not None
     high = list(one.levels)
-    for _ in range(LOOKS_BEFORE_LOWERING - 1):
+    for _ in range(CHECKS_BEFORE_LOWERING - 1):
         assert one.look(FIGURES) is None and one.levels == high
     assert one.look(FIGURES) is not None and one.levels == [0] * 4
 
@@ -88,7 +88,7 @@ def test_slower_levels_are_reverted_and_avoided() -> None:
     looks = 0
     while one.look(slow) is None:
         looks += 1
-    assert looks == WARY_LOOKS - 1 and any(one.levels)
+    assert looks == CHECKS_AFTER_SLOWDOWN - 1 and any(one.levels)
     assert one.look(replace(slow, step_s=0.9)) is None and any(one.levels)  # sooner: it stays
 
 

@@ -13,7 +13,7 @@ from weft.job.run_folder import RunDir
 from weft.watch.devices.energy_account import EnergyAccount, StepEnergy
 from weft.watch.devices.energy_sources import GpuEnergy, HostEnergy
 from weft.watch.devices.health import GpuHealth
-from weft.watch.devices.monitor import NOTHING, DeviceMonitor
+from weft.watch.devices.monitor import NO_FIGURES, DeviceMonitor
 from weft.watch.devices.power_cap import PowerCap, restore_limits
 
 
@@ -219,7 +219,7 @@ def test_figures_since_the_last_step(nvml: FakeNvml, gpu: NvmlDevice, tmp_path: 
     assert monitor.figures().joules == 0
     nvml.limit = 700_000
     assert monitor.figures().throttled_power == 0
-    assert DeviceMonitor(None, None, lambda kind, text: None).figures() == NOTHING
+    assert DeviceMonitor(None, None, lambda kind, text: None).figures() == NO_FIGURES
 
 
 def test_a_power_cap_is_restored(nvml: FakeNvml, gpu: NvmlDevice, tmp_path: Path) -> None:

@@ -34,11 +34,11 @@ MAX_EXPOSED_SHARE = 0.05
 """Exposed communication, as a share of the forward and backward pass, that counts as hidden."""
 LOWERING_MARGIN = 0.7
 """Compression is lowered only if the exposed time stays below this share of what is allowed."""
-LOOKS_BEFORE_LOWERING = 3
+CHECKS_BEFORE_LOWERING = 3
 """Measurements in a row after which compression is lowered; it is raised at once."""
 MAX_TIME_SHARE = 0.9
 """A level that takes more than this share of the time of the one below is not used."""
-MAX_SLOWDOWN, WARY_LOOKS = 1.05, 10
+MAX_SLOWDOWN, CHECKS_AFTER_SLOWDOWN = 1.05, 10
 """If a step takes more than this multiple of its time with less compression, the choice is reverted, and no higher
 level is tried for so many measurements."""
 
@@ -164,7 +164,7 @@ class AdaptiveChoice:
             self.idle[b] = self.idle[b] + 1 if now > max(need[b], safe[b]) else 0
             if now < need[b]:
                 self.levels[b] = need[b]
-            elif self.idle[b] >= LOOKS_BEFORE_LOWERING:
+            elif self.idle[b] >= CHECKS_BEFORE_LOWERING:
                 self.levels[b], self.idle[b] = max(need[b], safe[b]), 0
         if self.levels == before:
             return None
@@ -187,7 +187,7 @@ class AdaptiveChoice:
         (before, took), self.tried = self.tried, None
         if step_s <= MAX_SLOWDOWN * took:
             return None
-        self.levels, self.idle, self.wary = before, list(self.none), (list(before), WARY_LOOKS)
+        self.levels, self.idle, self.wary = before, list(self.none), (list(before), CHECKS_AFTER_SLOWDOWN)
         return f"a step took {took:.2f} s with less compression and {step_s:.2f} s since"
 
     def describe(self) -> str:

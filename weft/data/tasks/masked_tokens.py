@@ -12,7 +12,7 @@ from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.job.shapes import data_mask_token, data_vocab
 
-HIDDEN, REPLACED = 0.8, 0.1
+MASKED_SHARE, RANDOM_SHARE = 0.8, 0.1
 """Shares of the chosen tokens that become the mask token, or a random token; the others stay."""
 
 
@@ -42,12 +42,12 @@ class MaskedTokens:
         tokens, following = sample["inputs"], np.flatnonzero(sample["valid"])
         real = min(tokens.size, int(following[-1]) + 2) if following.size else 1  # padding has no token that follows
         chosen: Ints = random.permutation(real)[: max(1, round(self._rate * real))]
-        fate = random.random(chosen.size)
+        draw = random.random(chosen.size)
         inputs = tokens.copy()
         inputs[chosen] = np.where(
-            fate < HIDDEN,
+            draw < MASKED_SHARE,
             self._token,
-            np.where(fate < HIDDEN + REPLACED, random.integers(0, self._vocab, chosen.size), tokens[chosen]),
+            np.where(draw < MASKED_SHARE + RANDOM_SHARE, random.integers(0, self._vocab, chosen.size), tokens[chosen]),
         )
         valid = np.zeros(tokens.size, dtype=np.bool_)
         valid[chosen] = True

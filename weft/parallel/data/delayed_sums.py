@@ -22,7 +22,7 @@ from weft.comm.foreach_internals import foreach_copy_
 from weft.parallel.data.bucket import Bucket
 from weft.parallel.data.local_sgd import Apply, EveryStep, Tensors, Update, UpdateResult
 
-HISTORY = 2
+AVERAGES_TO_PREDICT = 2
 """Averages from which the next one is predicted."""
 Averages = list[Tensor]
 """Mean gradients, one flat tensor a bucket."""
@@ -90,7 +90,7 @@ class PredictedSums(EveryStep):
         self.apply = apply
         now = InFlight(update, self.replicas.late.take(self.replicas.buckets))
         self._settle()
-        if len(self.averages) < HISTORY or update.step == self.last:
+        if len(self.averages) < AVERAGES_TO_PREDICT or update.step == self.last:
             return self._receive(now)
         self._keep_true()
         one = torch.ones_like(update.factor)
@@ -121,7 +121,7 @@ class PredictedSums(EveryStep):
         self._set_gradients(found)
         update = flight.update
         self.result = self.apply(Update(update.step, torch.ones_like(update.factor), update.lr))
-        self.averages = [found, *self.averages[: HISTORY - 1]]
+        self.averages = [found, *self.averages[: AVERAGES_TO_PREDICT - 1]]
         if not self.result.taken:
             self.averages = []  # wait for the next sums
             self.replicas.refresh()

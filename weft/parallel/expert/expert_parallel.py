@@ -1,6 +1,6 @@
 """Expert parallelism: each rank of ep holds some experts, and tokens are sent to them.
 
-ep is laid over dp_shard × cp × tp (mesh.FOLDED), so attention and experts are sharded differently on the same ranks:
+ep is laid over dp_shard × cp × tp, so attention and experts are sharded differently on the same ranks:
 
     tokens of this rank ─ sorted by expert ─▶ all-to-all ─▶ its experts ─▶ all-to-all ─▶ weighted and summed
                                               └ meanwhile, the shared experts

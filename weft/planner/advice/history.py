@@ -17,8 +17,8 @@ from weft.planner.calibration import Calibration
 from weft.planner.job_estimate import estimate_job
 from weft.planner.plan import Plan
 
-FASTER = ("matmul", "attention", "link", "network")
-SLOWER = ("traffic", "host_us", "host_moe_us", "step_ms", "latency", "optimizer")
+SPEED_FIELDS = ("matmul", "attention", "link", "network")
+COST_FIELDS = ("traffic", "host_us", "host_moe_us", "step_ms", "latency", "optimizer")
 """Calibration values that the step time falls and rises with; scaled together, the whole step scales by a factor."""
 
 
@@ -86,8 +86,8 @@ def read_history(folder: Path, device: str, calibration: Calibration) -> tuple[H
 
 def corrected(calibration: Calibration, factor: float) -> Calibration:
     """The calibration for a machine on which everything takes `factor` times as long."""
-    changed = {name: getattr(calibration, name) / factor for name in FASTER}
-    changed |= {name: getattr(calibration, name) * factor for name in SLOWER}
+    changed = {name: getattr(calibration, name) / factor for name in SPEED_FIELDS}
+    changed |= {name: getattr(calibration, name) * factor for name in COST_FIELDS}
     return calibration.with_(**changed, name=f"{calibration.name}, corrected by runs")
 
 

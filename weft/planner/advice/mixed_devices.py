@@ -22,9 +22,9 @@ from weft.planner.model.cluster_facts import UNKNOWN_TFLOPS
 from weft.planner.search.branch_and_bound import LayoutSearch, SearchResult
 from weft.planner.search.choose import plan_space
 
-ROUNDS = 6
+BALANCE_ROUNDS = 6
 """Iterations in which the shares are updated from the measured speeds."""
-GUESSES = 3
+INTERPOLATED_TRIES = 3
 """Splits of the blocks that are guessed from the seconds of a block, before the rest is halved."""
 
 
@@ -114,7 +114,7 @@ def _shares(each: list[PlanStart], calibration: Calibration, alone: float) -> Mi
     speed = np.array([s.world * (s.device.tflops_of(s.plan.precision) or UNKNOWN_TFLOPS) for s in each])
     best: Mixed | None = None
     tried = list[list[int]]()
-    for _ in range(ROUNDS):
+    for _ in range(BALANCE_ROUNDS):
         shares = _rounded(batch, speed / speed.sum(), unit)
         if shares is None or shares in tried:
             return best
@@ -162,7 +162,7 @@ def _stages(each: list[PlanStart], calibration: Calibration, alone: list[float])
     best: Mixed | None = None
     counts, times = (layers, layers), alone
     while low <= high:  # the first kind slows down with each block, the other speeds up
-        blocks = _balanced(layers, counts, times, low, high) if tried < GUESSES else (low + high) // 2
+        blocks = _balanced(layers, counts, times, low, high) if tried < INTERPOLATED_TRIES else (low + high) // 2
         counts, tried = (blocks, layers - blocks), tried + 1
         found = [_best(s, batch, calibration, n) for s, n in zip(each, counts, strict=True)]
         times = [_time(f) for f in found]

@@ -20,7 +20,7 @@ class Look:
     colour: str
 
 
-LOOKS: dict[str, Look] = {
+STYLES: dict[str, Look] = {
     "send": Look("send", "→", "#9aa0a6"),
     "recv": Look("receive", "←", "#c9a58b"),
     "F": Look("forward", "░", "#56b4e9"),
@@ -66,7 +66,7 @@ def _scale(timeline: Timeline, cells: int) -> float:
 
 def _marked(span: Span, cells: int) -> list[str]:
     """The number of the microbatch and the sign of the kind; a single cell shows the number only for F."""
-    fill = LOOKS[span.kind].fill
+    fill = STYLES[span.kind].fill
     named = span.kind in "FBIW" and (cells > 1 or (cells == 1 and span.kind == "F"))
     if not named or span.microbatch >= len(_DIGITS):
         return [fill] * cells
@@ -74,13 +74,13 @@ def _marked(span: Span, cells: int) -> list[str]:
 
 
 def _drawn(spans: Sequence[Span], rank: int) -> list[Span]:
-    order = list(LOOKS)
-    return sorted((s for s in spans if s.rank == rank and s.kind in LOOKS), key=lambda s: order.index(s.kind))
+    order = list(STYLES)
+    return sorted((s for s in spans if s.rank == rank and s.kind in STYLES), key=lambda s: order.index(s.kind))
 
 
 def _legend(timeline: Timeline) -> list[Look]:
     kinds = {span.kind for span in timeline.spans}
-    return [LOOKS[kind] for kind in ("F", "B", "I", "W", "send", "recv") if kind in kinds]
+    return [STYLES[kind] for kind in ("F", "B", "I", "W", "send", "recv") if kind in kinds]
 
 
 def _wrapped(words: Sequence[str], width: int) -> list[str]:
@@ -133,7 +133,7 @@ def gantt_svg(timeline: Timeline, title: str, until: float | None = None, unit: 
 
 
 def _block(span: Span, stages: Sequence[int], x: float, y: float, wide: float) -> str:
-    look = LOOKS[span.kind]
+    look = STYLES[span.kind]
     colour = paler(look.colour, stages.index(span.stage) / max(2, len(stages)))
     label_text = f"{look.word}, stage {span.stage}, microbatch {span.microbatch}, {span.start:.4g} to {span.end:.4g}"
     inset = 0.5 if wide > 2 else 0.0

@@ -18,7 +18,7 @@ from weft.watch.figures.figure import number
 from weft.watch.journal import Journal
 
 HOUR_S = 3600.0
-ALWAYS = ("finished",)
+UNLIMITED_RULES = ("finished",)
 """Rules that the limit does not hold back."""
 
 
@@ -38,7 +38,7 @@ class AlertLimit:
             return None
         while self.times and now - self.times[0] >= HOUR_S:
             self.times.popleft()
-        if len(self.times) >= self.settings.per_hour and alert.rule not in ALWAYS:
+        if len(self.times) >= self.settings.per_hour and alert.rule not in UNLIMITED_RULES:
             self.held += 1
             return None
         self.sent[alert.key] = now

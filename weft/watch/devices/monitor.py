@@ -33,7 +33,7 @@ class DeviceFigures:
     throttled_hardware: float = 0.0
 
 
-NOTHING = DeviceFigures()
+NO_FIGURES = DeviceFigures()
 
 
 class DeviceMonitor:
@@ -68,7 +68,7 @@ class DeviceMonitor:
     def figures(self) -> DeviceFigures:
         """Energy since the last call, and the newest sample."""
         if self._thread is None:
-            return NOTHING
+            return NO_FIGURES
         now, before = (self._joules, self._host_joules), self._reported
         self._reported = now
         s, health = self.sample, self.health

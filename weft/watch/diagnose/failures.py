@@ -30,7 +30,7 @@ FAULT_KINDS = {
 """Kind of failure by the name of a fault in events.jsonl."""
 KINDS_BY_CODE = {2: "job", 3: "out_of_memory", 4: "machine", 5: "hang", 6: "diverged"}
 """Kind of failure by exit code."""
-HARMLESS = ("slow_rank", "slow_link", "stall", "damaged", "supervisor")
+NOT_FATAL = ("slow_rank", "slow_link", "stall", "damaged", "supervisor")
 
 
 def failure(found: RunEvidence) -> Finding | None:
@@ -77,7 +77,7 @@ def _unrecovered(events: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The first fault after which the run did not recover."""
     open_fault: dict[str, Any] | None = None
     for event in events:
-        if event.get("event") == "fault" and event.get("fault") not in HARMLESS:
+        if event.get("event") == "fault" and event.get("fault") not in NOT_FATAL:
             open_fault = open_fault or event
         elif event.get("event") == "recovered":
             open_fault = None

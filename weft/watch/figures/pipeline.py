@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from weft.planner.schedules.gantt import LOOKS, gantt_svg
+from weft.planner.schedules.gantt import STYLES, gantt_svg
 from weft.planner.schedules.simulate import Span, Timeline
 from weft.watch.figures.figure import number
 from weft.watch.html_page import esc, section
@@ -60,7 +60,7 @@ def _panel(name: str, raw: Any) -> Panel | None:
     spans = []
     for rank, kind, stage, microbatch, start, end in raw.get("spans") or ():
         begin, stop = number(start), number(end)
-        if kind in LOOKS and int(rank) >= 0 and begin is not None and stop is not None and stop >= begin:
+        if kind in STYLES and int(rank) >= 0 and begin is not None and stop is not None and stop >= begin:
             spans.append(Span(int(rank), kind, int(stage), int(microbatch), begin, stop))
     if not spans:
         return None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from weft.job.errors import check_output_file
-from weft.watch.profiler_trace import FLYING
+from weft.watch.profiler_trace import COLLECTIVE_NAME
 from weft.watch.traces.breakdown import RankTrace
 
 Event = dict[str, Any]
@@ -78,7 +78,7 @@ def _profiler_events(rank: int, profiled: Iterable[Event], origin: float, lanes:
     their own: viewers would drop them."""
     threads: dict[Any, int] = {}
     ends: dict[int, list[float]] = {}
-    shown = (e for e in profiled if not FLYING.match(e["name"]))  # collectives have their own lanes
+    shown = (e for e in profiled if not COLLECTIVE_NAME.match(e["name"]))  # collectives have their own lanes
     for each in sorted(shown, key=lambda e: (e["ts"], -e["dur"])):
         start = _micros(each["ts"] - origin)
         end = start + _micros(each["dur"])

@@ -14,7 +14,7 @@ from weft.comm.timeline import CommTimeline
 from weft.comm.trace_ranges import COMM, RangeSpan, StepRanges
 from weft.mesh import Mesh
 from weft.watch.kernel_classes import HOST
-from weft.watch.profiler_trace import FLYING
+from weft.watch.profiler_trace import COLLECTIVE_NAME
 from weft.watch.traces.breakdown import PIPELINE, RankTrace, Sent
 from weft.watch.traces.intervals import Span, union
 from weft.watch.traces.profiler_events import CLOCK, event_span, is_message
@@ -143,7 +143,7 @@ class StepRecorder:
         marks = [e for e in events if e["name"].startswith(STEP)]
         thread = marks[0]["tid"] if marks else None
         ops = [e for e in events if e.get("cat") == "cpu_op" and e["tid"] == thread]
-        return union(event_span(e) for e in ops if not FLYING.match(e["name"]) and not _is_wrapper(e["name"]))
+        return union(event_span(e) for e in ops if not COLLECTIVE_NAME.match(e["name"]) and not _is_wrapper(e["name"]))
 
 
 def _is_inner(name: str) -> bool:

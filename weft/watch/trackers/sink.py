@@ -18,7 +18,7 @@ from weft.watch.secret_values import without_secrets
 from weft.watch.trackers.adapter import TrackedRun, TrackedStep, TrackerAdapter
 
 STATE_FOLDER = "trackers"
-SKIPPED = ("step", "wall_time")
+NOT_LOGGED = ("step", "wall_time")
 BAD_EVENTS = ("fault", "diverged", "failed", "alert")
 STATUS_AFTER = {"done": "done", "stop": "stopped", "failed": "failed", "diverged": "failed", "start": "done"}
 MAX_EARLY_EVENTS = 100
@@ -115,7 +115,7 @@ def as_step(record: dict[str, Any]) -> TrackedStep | None:
 def _collect(value: dict[str, Any], prefix: str, found: dict[str, float]) -> None:
     for key, inner in value.items():
         name = f"{prefix}{key}"
-        if name in SKIPPED:
+        if name in NOT_LOGGED:
             continue
         if isinstance(inner, dict):
             _collect(inner, f"{name}.", found)
