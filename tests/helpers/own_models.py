@@ -67,6 +67,23 @@ class MisspeltParts(Plain):
     parts: ClassVar[dict[str, str]] = {"blocks.*.up": "column", "blocks.*.dwn": "row"}
 
 
+class Pairless(Plain):
+    def __init__(self) -> None:
+        super().__init__(layers=0)
+
+
+class TorchLayers(Plain):
+    """With torch's own encoder, whose forward depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=0)
+        layer = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 2, nn.LayerNorm(16), enable_nested_tensor=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(tokens))) * self.scale
+
+
 class GivesDict(Plain):
     def forward(self, tokens: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         return {"logits": super().forward(tokens), "loss": torch.zeros(())}

@@ -11,12 +11,14 @@ import torch
 from helpers import on_ranks
 from helpers.parity import ONE_PASS, check, differences, make_job, run, section
 from safetensors.torch import load_file
+from torch import nn
 
 from weft.checkpoint.format import newest_good
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
 from weft.models.build_model import build_model, loss_sum
+from weft.parallel.inferred_parts import infer_parts
 from weft.planner import make_plan
 from weft.planner.rules.layout_syntax import ranks
 from weft.training.export import ExportOptions, export_file
@@ -39,7 +41,8 @@ def own(name: str, model: dict[str, Any] | None = None, *overrides: str, **secti
 @pytest.mark.parametrize(
     ("name", "precision", "layouts"),
     [
-        ("Plain", "fp32", DATA[:2]),
+        ("Plain", "fp32", (*DATA[:2], "tp 2 × dp_shard 2 zero=3", "pp 2 × tp 2")),
+        ("TorchLayers", "fp32", ("tp 2 × dp_replicate 2", "pp 2 1f1b")),
         ("WithParts", "fp32", TENSOR[1:]),
         ("Odd", "fp32", TENSOR[:2]),
         ("WithParts", "bf16", (DATA[3], TENSOR[1])),
@@ -52,6 +55,35 @@ def own(name: str, model: dict[str, Any] | None = None, *overrides: str, **secti
 )
 def test_same_run(pool: RankPool, name: str, precision: str, layouts: tuple[str, ...]) -> None:
     check(pool, own(name, None, ONE_PASS, precision=precision), layouts)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Normalised(Gated):
+    """What is between its layers needs all of the hidden values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).softmax(-1))
+
+
+class UsedTwice(Gated):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x).relu()
+        return self.down(hidden) + hidden.sum(-1, keepdim=True)
+
+
+def test_parts_are_pairs_of_linear_layers_with_an_activation_between() -> None:
+    layers = [nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Dropout(0.0), nn.Linear(8, 8), nn.LayerNorm(8)]
+    assert infer_parts(nn.Sequential(*layers, nn.Linear(8, 4))) == {"0": "column", "2": "row"}
+    assert infer_parts(Gated()) == {"gate": "column", "up": "column", "down": "row"}
+    assert infer_parts(nn.ModuleList([Normalised(), UsedTwice()])) == {}
 
 
 def test_a_frozen_weight_is_not_trained(pool: RankPool) -> None:
@@ -94,8 +126,9 @@ def test_recompute_of_user_modules(pool: RankPool) -> None:
 @pytest.mark.parametrize(
     ("name", "layout", "text"),
     [
-        ("Plain", "tp 2", "JobError: Plain has no table of parts, so parallel.tp must be 1; for tp give the class an "
-                          "attribute `parts` such as {'*.up': 'column', '*.down': 'row'}"),
+        ("Pairless", "tp 2", "JobError: Pairless has no table of parts, and no two linear layers with an activation "
+                             "between them, so parallel.tp must be 1; for tp give the class an attribute `parts` such "
+                             "as {'*.up': 'column', '*.down': 'row'}"),
         ("WrongParts", "tp 2", "JobError: the table of parts says 'blocks.*.up': 'colum', which is no part; did you "
                                "mean 'column'?"),
         ("MisspeltParts", "tp 2", "JobError: the table of parts of MisspeltParts has 'blocks.*.dwn', which fits no "

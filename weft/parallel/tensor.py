@@ -26,6 +26,7 @@ from weft.models.lora import Adapter
 from weft.models.mixture_of_experts import MixtureOfExperts
 from weft.models.norms import WideRMSNorm
 from weft.models.transformer import Head
+from weft.parallel.inferred_parts import infer_parts
 from weft.parallel.tensor_layers import (
     ColumnLinear,
     RowLinear,
@@ -177,16 +178,18 @@ SHARDING_ROLES = ("column", "row", "vocab", "vocab_head")
 
 def split_tensors(split: TensorSplit, model: nn.Module, modules: list[tuple[str, nn.Module]]) -> None:
     """Shard these modules of a model by its table of roles."""
-    table = getattr(model, "parts", None)
-    if not table:
+    stage = hasattr(model, "keep") or hasattr(model, "stage")
+    table: dict[str, str] | None = getattr(model, "parts", None)
+    if table is None:
+        table = model.parts = infer_parts(model)  # type: ignore[assignment]
+    if not table and not stage:
         raise JobError(
-            f"{type(model).__name__} has no table of parts, so parallel.tp must be 1; for tp give the class an "
-            "attribute `parts` such as {'*.up': 'column', '*.down': 'row'}"
+            f"{type(model).__name__} has no table of parts, and no two linear layers with an activation between them, "
+            "so parallel.tp must be 1; for tp give the class an attribute `parts` such as {'*.up': 'column', "
+            "'*.down': 'row'}"
         )
     regions = {name for name, _ in model.named_modules() if _role(table, name) == "region"}
-    stage = hasattr(model, "keep") or hasattr(
-        model, "stage"
-    )  # the table is for all stages, and this one may have no sharded module
+    # the table is for all stages, and one of them may have no sharded module
     if not stage and not any(_role(table, name) in SHARDING_ROLES for name, _ in model.named_modules()):
         example = next((n for n, m in model.named_modules() if isinstance(m, nn.Linear)), "layers.0.up")
         raise JobError(

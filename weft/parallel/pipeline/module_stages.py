@@ -13,6 +13,7 @@ import random
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from torch import fx, nn
 
 from weft.job.errors import JobError
+from weft.parallel.pipeline.torch_containers import FORWARDS
 from weft.planner.schedules.stage_split import split_layers
 
 MODES = (True, False)
@@ -213,6 +215,10 @@ class _Recorder(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self.opened and type(m) is not nn.Sequential
+
+    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        plain = FORWARDS.get(type(m))
+        return super().call_module(m, forward if plain is None else partial(plain, m), args, kwargs)
 
 
 def _drop_inputs(graph: fx.Graph, taken: Sequence[str]) -> None:
