@@ -28,6 +28,7 @@ from weft.checkpoint import format as on_disk
 from weft.checkpoint.checkpointer import Checkpointer
 from weft.checkpoint.format import Damaged, list_checkpoints, newest_good, read_meta, verify
 from weft.checkpoint.reader import load_full
+from weft.checkpoint.retention import surplus
 from weft.job.errors import JobError
 
 Events = list[tuple[str, dict[str, Any]]]
@@ -332,7 +333,7 @@ def test_keep_and_keep_every(tmp_path: Path) -> None:
 @given(st.sets(st.integers(0, 60)), st.integers(1, 5), st.integers(0, 7), st.integers(0, 60))
 def test_retention_keeps_what_it_must(steps: set[int], keep: int, keep_every: int, written: int) -> None:
     steps.add(written)
-    gone = set(on_disk.surplus(steps, keep=keep, keep_every=keep_every, written=written))
+    gone = set(surplus(steps, keep=keep, keep_every=keep_every, written=written))
     left = steps - gone
     assert written in left
     assert set(sorted(steps)[-keep:]) <= left

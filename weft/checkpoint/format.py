@@ -10,7 +10,7 @@ import shutil
 import stat
 import uuid
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -318,13 +318,6 @@ def remove(entry: CheckpointFolder) -> None:
     if entry.kind != "trash":
         path = path.rename(path.with_name(aside_name(entry.step, "trash")))
     shutil.rmtree(path)
-
-
-def surplus(steps: Iterable[int], *, keep: int, keep_every: int, written: int) -> list[int]:
-    """Which of the good checkpoints are deleted, now that the one of step `written` is durable."""
-    ordered = sorted(set(steps))
-    kept = {*ordered[-keep:], written}
-    return [s for s in ordered if s not in kept and not (keep_every and s % keep_every == 0)]
 
 
 def sync_folder(path: AnyPath) -> None:

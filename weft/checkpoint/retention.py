@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from weft.checkpoint.format import CheckpointFolder, checkpoint_name, entries, leftovers, remove, surplus, verify
+from weft.checkpoint.format import CheckpointFolder, checkpoint_name, entries, leftovers, remove, verify
 from weft.job.store_path import AnyPath
 
 Note = Callable[..., None]
@@ -21,6 +21,13 @@ def retain(folder: AnyPath, written: int, keep: int, keep_every: int, damaged: s
         _remove(good[step], f"only the newest {keep} are kept", note)
     for entry in leftovers(folder, written, damaged):
         _remove(entry, f"left by an interrupted save; {checkpoint_name(written)} is good", note)
+
+
+def surplus(steps: Iterable[int], *, keep: int, keep_every: int, written: int) -> list[int]:
+    """Which of the good checkpoints are deleted, now that the one of step `written` is durable."""
+    ordered = sorted(set(steps))
+    kept = {*ordered[-keep:], written}
+    return [s for s in ordered if s not in kept and not (keep_every and s % keep_every == 0)]
 
 
 def sweep(folder: AnyPath, good_step: int, damaged: set[AnyPath], note: Note) -> None:
