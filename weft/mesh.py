@@ -234,8 +234,16 @@ def connect(plan: Plan, timeout_s: float = 600.0, store: dist.Store | None = Non
     store, (backend, host_backend) = store or _rendezvous(timeout), BACKENDS[plan.backend]
     if store is not None:
         _await_all(store, here.world, max(timeout, MIN_RENDEZVOUS_TIMEOUT))
-    dist.init_process_group(backend, store=store, rank=here.rank if store else -1,
-                            world_size=here.world if store else -1, timeout=timeout)  # fmt: skip
+    try:
+        dist.init_process_group(backend, store=store, rank=here.rank if store else -1,
+                                world_size=here.world if store else -1, timeout=timeout)  # fmt: skip
+    except RuntimeError as error:
+        if "Unable to find interface" not in str(error):
+            raise
+        raise MachineError(
+            "the ranks have no network interface to communicate over; is the loopback interface up "
+            "(`ip link set lo up`)? GLOO_SOCKET_IFNAME names another"
+        ) from None
     mesh = mesh_of(plan, device, timeout, host_backend)
     mesh.store = store  # torch keeps only its C++ object alive
     if plan.backend == "nccl":

@@ -202,6 +202,27 @@ def test_output_that_nobody_reads(folder: Path) -> None:
     assert result.stderr == b""
 
 
+def test_closed_files_are_open_for_processes_that_a_command_starts(folder: Path) -> None:
+    """A rank that has no standard files would give their numbers to the first files that it opens."""
+    code = (
+        "import os, weft.cli; weft.cli._prepare_streams();"
+        "open('found', 'w').write(str([os.get_inheritable(n) for n in range(3)]))"
+    )
+    command = f'{sys.executable} -c "{code}" <&- >&- 2>&-'
+    assert subprocess.run(["/bin/sh", "-c", command], cwd=folder, env=ENV).returncode == 0
+    assert (folder / "found").read_text() == "[True, True, True]"
+
+
+@pytest.mark.parametrize("target", ["pipe", "/dev/full"])
+def test_messages_that_nobody_reads(folder: Path, target: str) -> None:
+    """The exit code is the command's own."""
+    read, write = os.pipe() if target == "pipe" else (os.open(os.devnull, os.O_RDONLY), os.open(target, os.O_WRONLY))
+    os.close(read)
+    command = [sys.executable, "-m", "weft", "plan", "nothing"]
+    assert subprocess.run(command, cwd=folder, env=ENV, stderr=write).returncode == Exit.JOB
+    os.close(write)
+
+
 def test_characters_that_the_terminal_lacks(folder: Path) -> None:
     result = python(folder, "-m", "weft", "plan", "job.yaml", PYTHONUTF8="0", PYTHONIOENCODING="ascii", LC_ALL="C")
     assert result.code == 0, result.err

@@ -34,6 +34,15 @@ def more_than(before: list[tuple[int, int]]) -> str:
     return ""
 
 
+def interface() -> str | None:
+    return os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+def test_ranks_communicate_over_loopback(pool: RankPool) -> None:
+    """Other hosts cannot connect, wherever the name of this one leads."""
+    assert pool.run(interface, 2) == ["lo", "lo"]
+
+
 def jobs() -> list[Job]:
     experts = {"experts": {"count": 4, "top_k": 2, "ffn": 16}}
     ema = {"ema": 0.5}

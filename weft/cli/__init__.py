@@ -27,7 +27,7 @@ from weft.cli import (
     tune,
     watching,
 )  # fmt: skip
-from weft.cli.common import print_json, print_stderr
+from weft.cli.common import flush_or_discard, print_json, print_stderr
 
 COMMANDS: tuple[Callable[..., None], ...] = (
     train.train, launching.launch, launching.runs, launching.attach, launching.logs, launching.stop, planning.plan,
@@ -132,9 +132,9 @@ def main() -> None:
     except MemoryError:
         code, text = int(Exit.MACHINE), "memory ran out"
     except BrokenPipeError:
-        _discard_output(stdout)
+        flush_or_discard(stdout)
     except OSError as error:
-        _discard_output(stdout)
+        flush_or_discard(stdout)
         where = f": {error.filename}" if error.filename else ""
         code, text = int(Exit.MACHINE), f"{error.strerror or error}{where}"
     except Exception as error:  # with --json, a mistake in the arguments arrives as an exception of click
@@ -147,6 +147,7 @@ def main() -> None:
         print_json({"error": text or f"ended with exit code {code}", "code": code})
     if text:
         print_stderr(f"weft: {text}")
+    flush_or_discard(sys.stderr)
     sys.exit(code)
 
 
@@ -157,19 +158,11 @@ def _prepare_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it has the lowest free number
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
         if number and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-
-
-def _discard_output(stdout: _CountedOutput) -> None:
-    """Let what is still buffered go to the null device if it cannot be written."""
-    try:
-        stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
 
 
 class _CountedOutput:

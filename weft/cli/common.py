@@ -27,8 +27,19 @@ INTERRUPT_AGAIN_S = 0.05
 
 
 def print_stderr(text: str) -> None:
-    """Print a line for people, so that stdout holds only results."""
-    print(text, file=sys.stderr, flush=True)
+    """Print a line for people, so that stdout holds only results. A run does not end because nobody reads them."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        flush_or_discard(sys.stderr)
+
+
+def flush_or_discard(stream: Any) -> None:
+    """Write what is buffered, or let this and all that follows go to the null device if it cannot be written."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def print_json(value: Any) -> None:

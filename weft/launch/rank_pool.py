@@ -16,6 +16,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from weft.hardware.network import use_loopback
+
 PRELOADED = ["weft.launch.pool_imports"]
 """Modules that take seconds to import: the fork server imports them once for all ranks."""
 STACKS = signal.SIGUSR2
@@ -113,6 +115,7 @@ class RankPool:
 
 def _serve(pipe: Connection, environment: dict[str, str], folder: str) -> None:
     os.environ.update(environment)
+    use_loopback(os.environ)
     with (Path(folder) / f"stacks-{os.getpid()}").open("w") as stacks:
         faulthandler.register(STACKS, file=stacks, all_threads=True)
         _answer_calls(pipe)
