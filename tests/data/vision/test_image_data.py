@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageEnhance, ImageOps
 
 from weft.data.open_dataset import open_dataset
-from weft.data.vision import augment, image_operations
+from weft.data.vision import augment, image_files, image_operations
 from weft.data.vision.idx_files import FILES
 from weft.job import JobError, parse_job
 from weft.job.data import ImageData
@@ -99,6 +100,48 @@ def test_folder_tar_and_parquet_give_the_same_images(tmp_path: Path) -> None:
     assert all(np.array_equal(tar.train(i)["inputs"], columns.train(i)["inputs"]) for i in range(8))
     images = [sorted((int(s["targets"]), s["inputs"].tobytes()) for s in map(d.train, range(8))) for d in found]
     assert images[0] == images[1]
+
+
+def test_images_of_hugging_face_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of save_to_disk, a repository in the hub cache, and what load_dataset has prepared of one."""
+    tables = {
+        name: arrow.table(
+            {"image": [{"bytes": encoded(picture(i, 3)), "path": None} for i in rows], "label": [i % 3 for i in rows]}
+        )
+        for name, rows in (("train", range(8)), ("test", range(8, 10)))
+    }
+    saved, hub, prepared = tmp_path / "saved", tmp_path / "hub/hub/datasets--me--pics", tmp_path / "hub/datasets"
+    (saved / "train").mkdir(parents=True)
+    (saved / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    (hub / "refs").mkdir(parents=True)
+    (hub / "refs/main").write_text("abc")
+    (hub / "snapshots/abc/data").mkdir(parents=True)
+    version = prepared / "me___other/default/0.0.0/0f1e"
+    version.mkdir(parents=True)
+    (version / "dataset_info.json").write_text("{}")
+    for name, table in tables.items():
+        (saved / name).mkdir(exist_ok=True)
+        (saved / name / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-0.arrow"}]}))
+        for path in (saved / name / "data-0.arrow", version / f"other-{name}.arrow"):
+            with arrow.OSFile(str(path), "wb") as file, arrow.ipc.new_stream(file, table.schema) as writer:
+                writer.write_table(table)
+        parquet.write_table(table, hub / f"snapshots/abc/data/{name}-00000-of-00001.parquet")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE"):
+        monkeypatch.delenv(variable, raising=False)
+    resnet = {"family": "resnet", "layers": 18, "vocab": 3}
+    for source in (saved, "hf:me/pics", "hf:me/other"):
+        data = open_images(source, resnet)
+        assert (data.train_len, data.val_len, data.classes) == (8, 2, 3), source
+        assert np.allclose(data.val(1)["inputs"] * 0.5 + 0.5, picture(9, 3).transpose(2, 0, 1) / 255)
+    with pytest.raises(JobError, match=r"hf:me/none is neither in the hub cache .* download it first"):
+        open_images("hf:me/none", resnet)
+
+
+def test_damaged_images_are_refused(tmp_path: Path) -> None:
+    for content in (b"P6\n2)4 x", encoded(picture(1, 3))[:60], b""):
+        with pytest.raises(JobError, match=r"a.ppm is not an image that Pillow can read"):
+            image_files.decode(content, "a.ppm")
 
 
 def test_held_out_images_of_one_folder_are_of_all_classes(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from weft.data.synthetic import SYNTHETIC_SIDE, SyntheticPictures
 from weft.data.user_dataset import image_patches
 from weft.data.vision.augment import augmented, erased, mixed, plain, random_of
+from weft.data.vision.hub_images import is_hub_dataset, open_hub_images
 from weft.data.vision.idx_files import URLS, find_idx, named_idx
 from weft.data.vision.image_files import ImageFiles, detect, open_files, open_idx
 from weft.data.vision.image_operations import check_operations
@@ -36,7 +37,7 @@ def reads_images(job: Job) -> bool:
         return True
     path = Path(data.source)
     if model.is_classifier or (model.module and model.family and not model.tables):
-        return path.exists()
+        return path.exists() or is_hub_dataset(data.source)
     return path.is_dir() and find_idx(path) is not None
 
 
@@ -57,6 +58,8 @@ def open_images(job: Job) -> ImageDataset:
         return ImageDataset(job, options, train, val)
     if data.source == "synthetic":
         return ImageDataset(job, options, *_synthetic_files(job, options))
+    if is_hub_dataset(data.source):
+        return ImageDataset(job, options, *open_hub_images(data.source))
     root = Path(data.source)
     if not root.exists():
         raise JobError(f"data.source {data.source} does not exist; it may be {', '.join(IMAGE_SOURCES)} or a path")

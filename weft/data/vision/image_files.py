@@ -38,7 +38,6 @@ def decode(content: bytes, where: str) -> Image:
     """The pixels of an encoded image."""
     try:
         from PIL import Image as Pillow
-        from PIL import UnidentifiedImageError
     except ImportError:
         raise MachineError("images are decoded by Pillow, which is not installed; pip install 'weft[vision]'") from None
     try:
@@ -48,7 +47,9 @@ def decode(content: bytes, where: str) -> Image:
             else:
                 grey = image.mode in ("1", "L", "LA")
                 pixels = np.asarray(image.convert("L" if grey else "RGB"), dtype=np.uint8)
-    except (UnidentifiedImageError, OSError, Pillow.DecompressionBombError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # damaged files raise ValueError, SyntaxError and others
         raise JobError(f"{where} is not an image that Pillow can read: {error}") from None
     return pixels[..., None] if pixels.ndim == 2 else pixels
 
@@ -145,8 +146,19 @@ def read_shards(
 
 
 def open_parquet(paths: Sequence[Path]) -> ImageFiles:
-    """Columns `image` (encoded bytes, or Hugging Face's struct with `bytes`) and `label`."""
+    """Columns `image` (encoded bytes, or Hugging Face's struct with `bytes`) and `label`, of parquet or arrow files."""
     return read_columns(paths, COLUMNS, lambda path, column: column.to_numpy())
+
+
+def _arrow_table(path: Path) -> Any:
+    """The table of an arrow file or stream, mapped into memory."""
+    import pyarrow as arrow
+
+    file = arrow.memory_map(str(path))
+    try:
+        return arrow.ipc.open_stream(file).read_all()
+    except arrow.ArrowInvalid:
+        return arrow.ipc.open_file(file).read_all()
 
 
 def read_columns(
@@ -160,7 +172,7 @@ def read_columns(
     tables = []
     for path in paths:
         try:
-            table = parquet.read_table(path, memory_map=True)
+            table = _arrow_table(path) if path.suffix == ".arrow" else parquet.read_table(path, memory_map=True)
         except (OSError, ValueError) as error:
             raise JobError(f"{path} is not parquet: {error}") from None
         image, label = (next((c for c in names if c in table.column_names), None) for names in columns)
@@ -179,6 +191,8 @@ def read_columns(
         row = i - (int(ends[number - 1]) if number else 0)
         value: Any = images[row].as_py()
         content = value["bytes"] if isinstance(value, dict) else value
+        if not isinstance(content, bytes):
+            raise JobError(f"row {row} of {path} has no bytes of an image; save the dataset with its images embedded")
         return decode(content, f"row {row} of {path}"), int(labels[row])
 
     return ImageFiles(int(ends[-1]), read, max(int(labels.max()) for _, _, labels in tables) + 1)
