@@ -6,7 +6,6 @@ k-th sample of a run is a function of the seed, k and the rounds, which a checkp
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -17,14 +16,14 @@ from weft.data.build_sources import TEXT_SUFFIXES
 from weft.data.formats.record_files import record_format
 from weft.data.order import SampleOrder
 from weft.data.sampler import Ints
-from weft.data.store import crc32
+from weft.data.store import crc32, sampled_crc32
 from weft.job.data import Data
 from weft.job.errors import JobError
 from weft.job.token_files import META, TOKENS
 
 MAX_FULL_CHECKSUM_BYTES = 64 << 20
 """Smaller files are identified by a checksum of all their bytes, others by one of SAMPLED_BLOCKS blocks."""
-SAMPLED_BLOCKS, BLOCK_BYTES = 256, 4096
+SAMPLED_BLOCKS = 256
 
 Rounds = list[list[dict[str, Any]]]
 """Of each round its shards: name, fingerprint and number of training samples."""
@@ -60,12 +59,7 @@ def shard_fingerprint(path: Path) -> str:
     size = file.stat().st_size
     if size <= MAX_FULL_CHECKSUM_BYTES:
         return f"{size}-{crc32(file):08x}"
-    value = 0
-    with file.open("rb") as opened:
-        for at in range(0, size, size // SAMPLED_BLOCKS):
-            opened.seek(at)
-            value = zlib.crc32(opened.read(BLOCK_BYTES), value)
-    return f"{size}-{value:08x}"
+    return f"{size}-{sampled_crc32(file, size, SAMPLED_BLOCKS):08x}"
 
 
 class GrowingDataset:

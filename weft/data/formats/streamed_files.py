@@ -29,7 +29,7 @@ from weft.data.formats.record_files import RECORD_FORMATS
 from weft.data.growing import Rounds
 from weft.data.prepared_files import settings_hash
 from weft.data.sampler import Ints, shuffle
-from weft.data.store import token_dtype
+from weft.data.store import sampled_crc32, token_dtype
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.job.data import Data
 from weft.job.errors import JobError, MachineError
@@ -43,7 +43,7 @@ MAX_UNSPLIT_BYTES = {".jsonl.gz": 64 << 20, ".ndjson.gz": 64 << 20, ".jsonl.zst"
 """Largest files that can only be read from their start."""
 MAX_GROUP_BYTES = 1 << 30
 """Largest group of rows: a part is encoded in memory."""
-SAMPLED_BLOCKS, BLOCK_BYTES = 16, 4096
+SAMPLED_BLOCKS = 16
 """Of each file, blocks whose checksum is part of the fingerprint."""
 WINDOW_BITS = 32
 """A sample's index is its part shifted by so many bits, and its number in the part."""
@@ -270,8 +270,5 @@ def _fingerprint(files: Sequence[SourceFile]) -> str:
     value = 0
     for file in files:
         value = zlib.crc32(f"{Path(file.path).name} {file.size}".encode(), value)
-        with open(file.path, "rb") as opened:
-            for at in range(0, file.size, max(BLOCK_BYTES, file.size // SAMPLED_BLOCKS)):
-                opened.seek(at)
-                value = zlib.crc32(opened.read(BLOCK_BYTES), value)
+        value = sampled_crc32(Path(file.path), file.size, SAMPLED_BLOCKS, value)
     return f"{value:08x}"
