@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from weft.comm.meter import Meter
 from weft.comm.shards import sharded_axes
 from weft.comm.tcp_store import tcp_store
 from weft.hardware.network import export_interface
-from weft.hardware.rank_environment import rank_info, under_mpi
+from weft.hardware.rank_environment import rank_info, under_mpi, whole_number
 from weft.hardware.shared_devices import act_as_own_host, memory_fraction, ranks_per_device, use_many_queues
 from weft.job.errors import MachineError
 from weft.planner.plan import Plan
@@ -238,12 +239,13 @@ def connect(plan: Plan, timeout_s: float = 600.0, store: dist.Store | None = Non
         dist.init_process_group(backend, store=store, rank=here.rank if store else -1,
                                 world_size=here.world if store else -1, timeout=timeout)  # fmt: skip
     except RuntimeError as error:
-        if "Unable to find interface" not in str(error):
+        if not re.search("Unable to find (interface|address)", str(error)):
             raise
+        name = os.environ.get("GLOO_SOCKET_IFNAME")
         raise MachineError(
-            "the ranks have no network interface to communicate over; is the loopback interface up "
-            "(`ip link set lo up`)? GLOO_SOCKET_IFNAME names another"
-        ) from None
+            f"GLOO_SOCKET_IFNAME={name} is no network interface with an address; `ip address` lists them"
+            if name else "the ranks have no network interface; is the loopback interface up (`ip link set lo up`)?"
+        ) from None  # fmt: skip
     mesh = mesh_of(plan, device, timeout, host_backend)
     mesh.store = store  # torch keeps only its C++ object alive
     if plan.backend == "nccl":
@@ -269,7 +271,7 @@ def _rendezvous(timeout: datetime.timedelta) -> dist.Store | None:
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if agent or not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return None
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, port = os.environ["MASTER_ADDR"], whole_number(os.environ, "MASTER_PORT", 1, 65535)
     return tcp_store(host, port, is_master=rank_info().rank == 0, timeout=timeout)
 
 

@@ -9,9 +9,12 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from weft.hardware.network import own_address
+from weft.job.errors import MachineError
 
 FIRST_PORT, PORTS = 20_000, 10_000
 """Ports of rendezvous under schedulers, chosen by the number of the step."""
+
+MAX_WORLD = 10**7
 
 
 @dataclass(frozen=True)
@@ -72,11 +75,11 @@ def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
     """Rank information of this process; torchrun's variables take precedence over MPI's."""
     for launcher in (TORCHRUN, *MPI_LAUNCHERS, *SCHEDULERS):
         if _is_set(launcher, environ):
-            rank, world = int(environ[launcher.rank]), int(environ[launcher.world])
-            local_world = int(environ.get(launcher.local_world, 0)) or world // _step_nodes(environ)
-            return RankInfo(
-                rank, world, int(environ.get(launcher.local_rank, rank % local_world)), local_world, launcher.name
-            )
+            world = whole_number(environ, launcher.world, 1, MAX_WORLD)
+            rank = whole_number(environ, launcher.rank, 0, world - 1)
+            local_world = whole_number(environ, launcher.local_world, 0, world) or world // _step_nodes(environ) or 1
+            local_rank = whole_number(environ, launcher.local_rank, 0, world - 1, rank % local_world)
+            return RankInfo(rank, world, local_rank, local_world, launcher.name)
     return RankInfo(0, 1, 0, 1, "alone")
 
 
@@ -97,10 +100,10 @@ def node_info(environ: Mapping[str, str] = os.environ) -> NodeInfo | None:
     """
     if TORCHRUN.rank in environ or not _is_set(SLURM, environ):
         return None
-    count = int(environ[SLURM.world])
+    count = whole_number(environ, SLURM.world, 1, MAX_WORLD)
     if _step_nodes(environ) != count:
         return None
-    return NodeInfo(int(environ[SLURM.rank]), count, slurm_master(environ))
+    return NodeInfo(whole_number(environ, SLURM.rank, 0, count - 1), count, slurm_master(environ))
 
 
 def slurm_master(environ: Mapping[str, str] = os.environ) -> str:
@@ -131,7 +134,7 @@ def _numbers(piece: str) -> list[str]:
 
 
 def _step_nodes(environ: Mapping[str, str]) -> int:
-    return int(environ.get("SLURM_STEP_NUM_NODES", 1)) if _is_set(SLURM, environ) else 1
+    return whole_number(environ, "SLURM_STEP_NUM_NODES", 1, MAX_WORLD, 1) if _is_set(SLURM, environ) else 1
 
 
 def under_mpi(environ: Mapping[str, str] = os.environ) -> bool:
@@ -140,7 +143,20 @@ def under_mpi(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def _is_set(launcher: LauncherVariables, environ: Mapping[str, str]) -> bool:
-    return launcher.rank in environ and int(environ.get(launcher.world, 0)) >= launcher.min_world
+    return launcher.rank in environ and whole_number(environ, launcher.world, 0, MAX_WORLD) >= launcher.min_world
+
+
+def whole_number(environ: Mapping[str, str], name: str, lowest: int, highest: int, default: int = 0) -> int:
+    """The number in a variable of a launcher, or the default; a MachineError if it holds something else."""
+    text = environ.get(name, "")
+    if not text:
+        return default
+    if not re.fullmatch(r"[0-9]{1,18}", text) or not lowest <= int(text) <= highest:
+        raise MachineError(
+            f"the environment has {name}={text[:40]!r}, which must be a whole number from {lowest} to {highest}; "
+            "launchers such as torchrun and srun set it"
+        )
+    return int(text)
 
 
 def export_torchrun_variables(environ: MutableMapping[str, str] = os.environ) -> bool:
@@ -155,6 +171,7 @@ def export_torchrun_variables(environ: MutableMapping[str, str] = os.environ) ->
         environ.setdefault(key, str(value))
     if found.started_by == SLURM.name and "MASTER_ADDR" not in environ:
         environ["MASTER_ADDR"] = slurm_master(environ)
-        step = int(environ.get("SLURM_JOB_ID", 0)) * 16 + int(environ.get("SLURM_STEP_ID", 0))
+        job, step = (whole_number(environ, name, 0, 2**40) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        step += 16 * job
         environ.setdefault("MASTER_PORT", str(FIRST_PORT + step % PORTS))
     return True

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from weft.hardware.pod_environment import export_node_variables
-from weft.hardware.rank_environment import node_info
+from weft.hardware.rank_environment import MAX_WORLD, node_info, whole_number
 from weft.job.errors import Exit, MachineError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
@@ -63,7 +63,7 @@ def start_node(
 
     `inherit`: open files for all processes.
     """
-    if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) != 1 and "NODE_RANK" not in os.environ:
+    if whole_number(os.environ, "LOCAL_WORLD_SIZE", 0, MAX_WORLD, 1) != 1 and "NODE_RANK" not in os.environ:
         raise MachineError("--nproc starts the ranks of a node: let torchrun start one process a node, or leave it out")
     if job.cluster.max_nodes is not None:  # an elastic run starts with the least nodes, and others join
         place = replace(place, count=job.cluster.nodes)
