@@ -6,14 +6,17 @@ import ast
 import contextlib
 import os
 import re
+import shutil
 import signal
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from helpers.command import Started, run_of, step_of, write_job
+from helpers.command import ENV, Started, python, run_of, step_of, write_job
 from helpers.docs_pages import DOCS, text_of
 from helpers.parity import BASE
 
@@ -95,3 +98,54 @@ def shared_memory(started: Started) -> set[Path]:
             names = [*(m.path for m in process.memory_maps()), *(f.path for f in process.open_files())]
             found |= {Path(name) for name in names if name.startswith("/dev/shm/weft") and os.path.exists(name)}
     return {Path("/dev/shm") / path.parts[3] for path in found}
+
+
+WITHOUT_SOCKETS = """
+import sys
+import psutil
+from weft.cli import main
+
+addresses = []
+
+def hook(event, args):
+    if event in ("socket.bind", "socket.connect") and args[0].family != 1:  # other than Unix sockets
+        addresses.append(f"{event} {args[1]}")
+
+sys.addaudithook(hook)
+for line in open("commands"):
+    sys.argv = ["weft", *line.split()]
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code, (line, ended.code)
+    assert not addresses and not psutil.Process().net_connections(kind="inet"), (line, addresses)
+"""
+
+
+def test_commands_without_sockets(tmp_path: Path) -> None:
+    shutil.copytree(DOCS.parent / "tests" / "training" / "run-0.1.0", tmp_path / "runs" / "old")
+    (tmp_path / "commands").write_text(
+        "plan tiny\nestimate tiny\nreport old\ngenerate old --tokens 2\nexport old\ndryrun tiny\n"
+    )
+    result = python(tmp_path, "-c", WITHOUT_SOCKETS)
+    assert result.code == 0, result.err
+
+
+def test_a_run_writes_to_its_folder_only(tmp_path: Path) -> None:
+    """With an empty home and temporary folder; every file has the modes that the umask leaves."""
+    for name in ("home", "temporary", "work"):
+        (tmp_path / name).mkdir()
+    train = {"steps": 2, "global_batch": 4, "eval_every": 1, "eval_batches": 1}
+    write_job(tmp_path / "work", **{**BASE, "name": "run", "train": train, "cluster": {"device": "cpu"}})
+    variables = {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "temporary")}
+    command = f"umask 027; exec {sys.executable} -m weft train job.yaml --nproc 2"
+    result = subprocess.run(
+        ["/bin/sh", "-c", command], cwd=tmp_path / "work", env=ENV | variables, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert {p.relative_to(tmp_path).parts[:3] for p in modes_below(tmp_path)} == {
+        ("home",), ("home", ".cache"), ("home", ".cache", "weft"), ("temporary",), ("work",), ("work", "job.yaml"),
+        ("work", "runs"), ("work", "runs", "run"),
+    }  # fmt: skip
+    for path, mode in modes_below(tmp_path / "work" / "runs").items():
+        assert not mode & 0o027, path

@@ -120,6 +120,7 @@ def test_the_perfetto_ui_shows_a_trace(tmp_path: Path) -> None:
     flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage"]
     answered: list[str] = []
     with make_server(tmp_path / "all.json", 0) as server, sync_playwright() as playwright:
+        assert server.server_address[0] == "127.0.0.1"
         threading.Thread(target=server.serve_forever, daemon=True).start()
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=flags)
         page = browser.new_page()
