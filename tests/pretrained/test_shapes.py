@@ -81,6 +81,8 @@ def test_logits(name: str, tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "has hidden_act='gelu'; Weft needs 'silu'"),
         ({"rope_parameters": {"rope_type": "proportional"}}, "has rope_scaling type='proportional'; Weft"),
         ({"quantization_config": {"quant_method": "gptq"}}, "has quantization_config=.*; Weft needs none or mxfp4"),
+        ({"rope_parameters": {"rope_type": {"a": 1}}}, "has rope_scaling type=.*; Weft needs"),
+        ({"rope_theta": float("nan")}, "has rope_theta=nan; Weft needs a finite number"),
         ({"layer_types": ["chunked_attention"] * 3}, "has layer_types='chunked_attention'; Weft needs full_attention"),
     ],
 )  # fmt: skip

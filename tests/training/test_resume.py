@@ -285,7 +285,7 @@ def test_a_wrong_job_leaves_no_run_folder(folder: Path) -> None:
         "6 or 8 would work",
         "parallel={tp: 8}": "weft: parallel.tp=8 does not divide model.heads=4; tp=1, 2 or 4 would work",
         "data.source=./nothing": "weft: data.source: no source or path is named './nothing'. It may be pydoc, stdlib, "
-        "docstrings, synthetic, mnist, fashion-mnist, movielens, the path of a store made by `weft data build`, or "
+        "docstrings, synthetic, movielens, mnist, fashion-mnist, the path of a store made by `weft data build`, or "
         "your own dataset as package.module:name",
     }
     for override, text in wrong.items():

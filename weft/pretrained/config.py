@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,17 +41,19 @@ def read_fields(raw: Mapping[str, Any], where: str) -> tuple[PretrainedFamily, F
     if not known:
         kinds = list(dict.fromkeys(family.kind for family in PRETRAINED))
         hint = did_you_mean(kind, kinds) if isinstance(kind, str) else ""
-        raise JobError(f"{where} has model_type={kind!r}; Weft reads {listed(kinds)}{hint}")
+        raise JobError(f"{where} has model_type={kind!r:.80}; Weft reads {listed(kinds)}{hint}")
     classes = raw.get("architectures") or [known[0].architecture]
     exact = [family for family in known if family.architecture in classes]
     family = next(iter(exact or [family for family in known if not {*family.also_reads}.isdisjoint(classes)]), None)
     if family is None:
         reads = dict.fromkeys(name for family in known for name in (family.architecture, *family.also_reads))
-        raise JobError(f"{where} has architectures={classes!r}; Weft reads {listed(reads)}")
+        raise JobError(f"{where} has architectures={classes!r:.80}; Weft reads {listed(reads)}")
     config, fields = Config(raw, where), dict(FAMILIES[family.family].defaults)
     fields["family"] = family.family
     for converter in family.converters:
         for name, value in converter.read(config).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise config.wrong(name, value, "a finite number")
             fields[name] = {**fields.get(name, {}), **value} if name == "experts" else value
     config.check_all_taken()
     try:

@@ -91,7 +91,7 @@ def read_scaling(config: Config, found: Mapping[str, Any], original_len: int | N
     is that of configs which have no original_max_position_embeddings, whatever their scaling says."""
     kind = found.get("rope_type") or found.get("type") or "default"
     kind = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
-    if kind not in _KEYS:
+    if not isinstance(kind, str) or kind not in _KEYS:
         raise config.wrong("rope_scaling type", kind, " or ".join(_KEYS))
     known = _KEYS[kind]
     others = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *known, *(_MSCALES if kind == "yarn" else ())}
