@@ -5,8 +5,9 @@
 On a GPU: the gpt2-125m shape, or a Llama of the same width, on the source code of Python's standard library, in bytes,
 16 sequences of 512 a step.
 On a CPU: a small shape, to see that it works. Each case is one `weft train` in its own process; more cases are
-fp8-rowwise, fp8-delayed and fp8-all (delayed, and the head too). Prints the last validation losses and how far they
-are from the first case's; writes the curves as JSON, from which docs/make_curves.py draws the picture.
+fp8-rowwise, fp8-no-head (the head in bf16) and fp8-dynamic (so too, with dynamic scales). Prints the last validation
+losses and how far they are from the first case's; writes the curves as JSON, from which docs/make_curves.py draws the
+picture.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ CASES: dict[str, list[str]] = {
     "bf16": ["precision=bf16"],
     "fp8": ["precision=fp8"],
     "fp8-rowwise": ["precision=fp8", "fp8.scaling=rowwise"],
-    "fp8-delayed": ["precision=fp8", "fp8.amax=delayed"],
-    "fp8-all": ["precision=fp8", "fp8.amax=delayed", "fp8.head=true"],
+    "fp8-no-head": ["precision=fp8", "fp8.head=false"],
+    "fp8-dynamic": ["precision=fp8", "fp8.amax=dynamic", "fp8.head=false"],
 }
 AIMS = {"bf16": 0.005, "fp8": 0.01}
 """Allowed difference of the last validation loss from fp32's, by the prefix of the case's name."""

@@ -117,7 +117,7 @@ def tokens(device: NvmlDevice, asked: argparse.Namespace) -> list[str]:
         "| precision | tokens/s | W | J a token | tokens a J | with the first step: W, tokens a J |",
         "|---|---|---|---|---|---|",
     ]
-    for precision, changes in (("bf16", []), ("fp8", ["fp8.amax=delayed", "fp8.head=true"])):
+    for precision, changes in (("bf16", []), ("fp8", [])):
         folder = asked.folder / precision
         with PowerLog(device) as log:
             found = run_weft(shape, precision, asked.steps, 150, folder, changes)

@@ -38,14 +38,14 @@ REFERENCE = "torchtitan-compile"
 WEFT: dict[str, tuple[str, list[str]]] = {
     "weft": ("bf16", []),
     "weft-fp8": ("fp8", []),
-    "weft-fp8-delayed": ("fp8", ["fp8.amax=delayed"]),
-    "weft-fp8-all": ("fp8", ["fp8.amax=delayed", "fp8.head=true"]),
+    "weft-fp8-no-head": ("fp8", ["fp8.head=false"]),
+    "weft-fp8-dynamic": ("fp8", ["fp8.amax=dynamic", "fp8.head=false"]),
 }
 """Precision and overrides of the job."""
-ORDER = ("weft", "torchtitan-compile", "weft-fp8", "weft-fp8-delayed", "weft-fp8-all",
+ORDER = ("weft", "torchtitan-compile", "weft-fp8", "weft-fp8-no-head", "weft-fp8-dynamic",
          "torchtitan-compile-fp8", "bare-loop", "torchtitan-eager", "hf-accelerate-compile",
          "hf-accelerate-eager")  # fmt: skip
-AIMS = {"weft": 1.12, "weft-fp8": 1.55, "weft-fp8-delayed": 1.55, "weft-fp8-all": 1.55}
+AIMS = {"weft": 1.12, "weft-fp8": 1.55}
 """Target ratio to the tokens/s of torchtitan with compile in bf16."""
 
 

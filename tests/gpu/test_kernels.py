@@ -219,6 +219,7 @@ def test_casts_and_transposes(shape: tuple[int, int], dtype: torch.dtype, low: t
         assert rounded(by_rows, exact) and same_bytes(by_columns, by_rows.t())
         assert seen.item() == x.abs().max().item()
         assert rounded(fp8_kernels.cast_rows(x, scale, low), exact)
+        assert same_bytes(fp8_kernels.cast_columns(x, scale, low), by_columns)
         again, seen_again = fp8_kernels.cast_seen(x, scale, low)
         assert same_bytes(again, by_rows) and torch.equal(seen, seen_again)
     out = torch.zeros(shape[1], shape[0] + 5, device=DEVICE).to(low)
@@ -270,6 +271,7 @@ def test_compiled_layers_record_maxima_in_their_own_rows(monkeypatch: pytest.Mon
     """What an operation writes into a view of a table, torch.compile puts at the wrong place of the table."""
     for name, given in (
         ("cast_seen", fp8_kernels.cast_seen), ("cast_both", fp8_kernels.cast_both),
+        ("cast_columns", fp8_kernels.cast_columns),
         ("swiglu", lambda *args: fp8_kernels.swiglu(*args, E4M3)),
         ("swiglu_back", lambda *args: fp8_kernels.swiglu_back(*args, E5M2, E4M3)),
     ):  # fmt: skip

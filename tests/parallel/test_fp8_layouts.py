@@ -21,11 +21,12 @@ LAYOUTS = (
     "dp_shard 2 zero=3 × tp 2 no-sequence", "dp_replicate 2 × dp_shard 2 zero=3", "pp 2 zbv", "pp 2 × tp 2",
 )  # fmt: skip
 RECIPES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "tensorwise": ({}, LAYOUTS[::2]),
+    "tensorwise": ({"amax": "dynamic", "head": False}, LAYOUTS[::2]),
+    "by default": ({}, LAYOUTS[1::2]),
     "rowwise": ({"scaling": "rowwise"}, LAYOUTS[5:7]),
-    "the head too": ({"head": True}, ("tp 2", "dp_shard 2 zero=3", "pp 2")),
+    "dynamic, the head too": ({"amax": "dynamic"}, ("tp 2", "pp 2")),
     "delayed, and a block left out": (
-        {"amax": "delayed", "history": 2, "skip": ["blocks.0.*", "*.o"]},
+        {"history": 2, "skip": ["blocks.0.*", "*.o"]},
         ("dp_shard 2 zero=3 × tp 2", "pp 2", "dp_replicate 2"),
     ),
 }
@@ -35,11 +36,11 @@ RECIPES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 def test_every_layout_is_the_same_run(pool: RankPool, name: str) -> None:
     fp8, layouts = RECIPES[name]
     job = make_job(model=WIDE, data={"seq_len": 16}, fp8=fp8, precision="fp8")
-    check(pool, job, layouts, steps=3 if fp8.get("amax") == "delayed" else 2)
+    check(pool, job, layouts, steps=2 if fp8.get("amax") == "dynamic" else 3)
 
 
 def test_delayed_scales_resume_from_a_checkpoint(pool: RankPool, tmp_path: Path) -> None:
-    job = make_job(model=WIDE, data={"seq_len": 16}, precision="fp8", fp8={"amax": "delayed", "history": 3})
+    job = make_job(model=WIDE, data={"seq_len": 16}, precision="fp8", fp8={"history": 3})
 
     def go(job: Job, layout: str, *args: Any) -> list[Any]:
         spread = section(layout)
@@ -51,14 +52,14 @@ def test_delayed_scales_resume_from_a_checkpoint(pool: RankPool, tmp_path: Path)
         straight = go(job, layout, 4)
         go(job, layout, 2, folder)
         assert go(job, layout, 2, folder) == straight
-    other = make_job(model=WIDE, data={"seq_len": 16}, precision="fp8", fp8={"amax": "delayed", "history": 5})
+    other = make_job(model=WIDE, data={"seq_len": 16}, precision="fp8", fp8={"history": 5})
     assert go(other, "dp_replicate 2", 1, folder)  # maxima over another number of steps are not taken over
 
 
 NOT_OURS: dict[str, Any] = dict.fromkeys(("family", "dim", "layers", "heads", "kv_heads", "ffn", "vocab"))
 OTHERS: dict[str, dict[str, Any]] = {
     "own": {"model": {**NOT_OURS, "module": "helpers.own_models:WithParts", "args": {"dim": 32, "hidden": 64}}},
-    "mlp": {"model": {**NOT_OURS, "family": "mlp", "dim": 32, "layers": 5}, "fp8": {"amax": "delayed"}},
+    "mlp": {"model": {**NOT_OURS, "family": "mlp", "dim": 32, "layers": 5}},
 }
 
 

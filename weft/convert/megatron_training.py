@@ -169,10 +169,10 @@ TRAINING_RULES: dict[str, Rule] = {
     "main-params-dtype": absent("master weights are fp32"),
     "bf16": switch({"precision": "bf16"}),
     "fp16": switch({"precision": "fp16"}),
-    "fp8-format": switch({"precision": "fp8"}),
+    "fp8-format": switch({"precision": "fp8", "fp8.head": False}),
     "fp8-recipe": choice(
         {
-            "tensorwise": {"fp8.scaling": "tensorwise"},
+            "tensorwise": {"fp8.scaling": "tensorwise", "fp8.amax": "dynamic"},
             "delayed": {"fp8.amax": "delayed"},
             "blockwise": "Weft has tensorwise and rowwise scales",
             "mxfp8": "Weft has tensorwise and rowwise scales",

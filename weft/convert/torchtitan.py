@@ -40,6 +40,14 @@ DECAYS: dict[str, dict[str, Any] | str] = {
     "linear": {"optim.schedule": "wsd"}, "cosine": {"optim.schedule": "cosine"},
     "sqrt": "Weft decays linearly or by a cosine",
 }  # fmt: skip
+FLOAT8: dict[str, Any] = {"precision": "fp8", "fp8.amax": "dynamic", "fp8.head": False}
+"""What torchtitan's float8 layers do; its head stays in bf16."""
+LAYERS = {
+    "attention.wq": "attn.q", "attention.wk": "attn.k", "attention.wv": "attn.v", "attention.wo": "attn.o",
+    "feed_forward.w1": "mlp.gate", "feed_forward.w2": "mlp.down", "feed_forward.w3": "mlp.up",
+    "attention": "attn", "feed_forward": "mlp", "layers.": "blocks.",
+}  # fmt: skip
+"""Names of layers, and Weft's."""
 IN_PARALLEL = "parallelism", "training", "experimental"
 """Sections in which releases of torchtitan had the degrees."""
 
@@ -103,6 +111,16 @@ def _validation_steps(value: Any, settings: Settings) -> Result:
     if as_number(value) == -1:
         return Result({"train.eval_batches": 10**9}, "the whole held-out data")
     return _every("train.eval_batches", "validation.enable", "validation.enabled")(value, settings)
+
+
+def _skipped(names: Any) -> list[str]:
+    """Patterns of the layers that stay in bf16; the head does anyway, and "auto_filter_small_kn" is no name."""
+    found = []
+    for name in names:
+        for theirs, ours in LAYERS.items():
+            name = name.replace(theirs, ours)
+        found += [] if name in ("output", "auto_filter_small_kn") else [f"*{name}*"]
+    return found
 
 
 def _mixed(value: Any, settings: Settings) -> Result:
@@ -210,30 +228,30 @@ TABLE: dict[str, Rule] = {
     "training.deterministic": unneeded("the samples of a run depend on the seed alone"),
     "training.gc_freq": unneeded("the garbage collector runs between steps"),
     "training.gc_debug": unneeded("the garbage collector runs between steps"),
-    "training.fp8_linear": switch({"precision": "fp8"}),
+    "training.fp8_linear": switch(FLOAT8),
     "compile.enable": switch({"train.compile": True}, {"train.compile": False}),
     "compile.*": absent("Weft compiles each block with inductor"),
     "activation_checkpoint.mode": _recompute,
     "activation_checkpoint.selective_ac_option": unneeded("Weft saves outputs of matrix products and attention"),
     "activation_checkpoint.*": unneeded("Weft saves outputs of matrix products and attention"),
-    "float8.enable_float8_linear": switch({"precision": "fp8"}),
+    "float8.enable_float8_linear": switch(FLOAT8),
     "float8.recipe_name": choice(
         {
-            "tensorwise": {"precision": "fp8", "fp8.scaling": "tensorwise"},
-            "rowwise": {"precision": "fp8", "fp8.scaling": "rowwise"},
+            "tensorwise": {**FLOAT8, "fp8.scaling": "tensorwise"},
+            "rowwise": {**FLOAT8, "fp8.scaling": "rowwise"},
             "rowwise_with_gw_hp": "Weft has tensorwise and rowwise",
         }
     ),
     "quantize.linear.float8.recipe_name": choice(
         {
-            "tensorwise": {"precision": "fp8", "fp8.scaling": "tensorwise"},
-            "rowwise": {"precision": "fp8", "fp8.scaling": "rowwise"},
+            "tensorwise": {**FLOAT8, "fp8.scaling": "tensorwise"},
+            "rowwise": {**FLOAT8, "fp8.scaling": "rowwise"},
         }
     ),
     "float8.enable_fsdp_float8_all_gather": absent("set comm.compression=int8 to gather fewer bytes"),
     "quantize.*.enable_fsdp_float8_all_gather": absent("set comm.compression=int8 to gather fewer bytes"),
-    "float8.filter_fqns": to("fp8.skip", lambda names: [f"*{name}*" for name in names]),
-    "quantize.linear.float8.filter_fqns": to("fp8.skip", lambda names: [f"*{name}*" for name in names]),
+    "float8.filter_fqns": to("fp8.skip", _skipped),
+    "quantize.linear.float8.filter_fqns": to("fp8.skip", _skipped),
     "float8.*": unneeded("Weft's fp8 kernels do so"),
     "quantize.*": absent("precision: fp8 has tensorwise and rowwise scales"),
     "mx.*": absent("precision: fp8 has tensorwise and rowwise scales"),

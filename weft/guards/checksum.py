@@ -37,14 +37,15 @@ class Checksums:
             shards = [(self.names[i], shard_of(self.master_params[self.names[i]])) for i in members]
             listed = repr([(name, shard.offset, shard.size) for name, shard in shards])
             self.held[kind] = hashlib.sha256(listed.encode()).hexdigest()[:16]
-        self.outliers = [2 * i + 1 for i in range(len(self.names))]
+        self._factors: list[Tensor] = []
+        """For each kind, odd factors of its weights' sums and zeros, on the weights' device."""
         self._views: list[tuple[int, np.ndarray]] = []
 
     def each(self) -> Tensor:
         """One sum for each weight, [weights], on the weights' device."""
         locals_ = [local_of(m.detach()) for m in self.master_params.values()]
         if locals_ and locals_[0].is_cuda:
-            return torch.stack([_words(t).sum() + _rest(t) for t in locals_])
+            return torch.stack([_device_sum(t) for t in locals_])
         if [v[0] for v in self._views] != [t.data_ptr() for t in locals_]:
             self._views = [(t.data_ptr(), _bytes(t)) for t in locals_]
         sums = [_host_sum(view) for _, view in self._views]
@@ -52,8 +53,10 @@ class Checksums:
 
     def by_kind(self, each: Tensor) -> Tensor:
         """For each kind the upper and lower half of one sum, as doubles, [2 · kinds]."""
-        weights = torch.tensor(self.outliers, device=each.device)
-        totals = torch.stack([(each * weights)[members].sum() for members in self.members])
+        if not self._factors:
+            found = [[2 * i + 1 if i in set(of) else 0 for i in range(len(self.names))] for of in self.members]
+            self._factors = [torch.tensor(factors, device=each.device) for factors in found]
+        totals = torch.stack([(each * factors).sum() for factors in self._factors])
         return torch.stack([(totals >> 32) & 0xFFFFFFFF, totals & 0xFFFFFFFF], 1).reshape(-1).double()
 
 
@@ -67,11 +70,8 @@ def _host_sum(view: np.ndarray) -> int:
     return (total + int.from_bytes(view[whole:].tobytes(), "little")) % 2**64
 
 
-def _words(t: Tensor) -> Tensor:
+def _device_sum(t: Tensor) -> Tensor:
     flat = t.contiguous().reshape(-1).view(torch.uint8)
-    return flat[: flat.numel() // 8 * 8].view(torch.int64)
-
-
-def _rest(t: Tensor) -> Tensor:
-    flat = t.contiguous().reshape(-1).view(torch.uint8)
-    return flat[flat.numel() // 8 * 8 :].long().sum()
+    whole = flat.numel() // 8 * 8
+    words = flat[:whole].view(torch.int64).sum()
+    return words + flat[whole:].long().sum() if whole < flat.numel() else words

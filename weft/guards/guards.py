@@ -91,7 +91,7 @@ class Guards:
         self.untrained = False
         """Whether a step without a valid target was reported."""
         self.slack = 0.0
-        """Seconds since the last step in which the host waited for the device."""
+        """Seconds of the last step, if the device still had work when the host had queued it."""
         self.agreed = state.step
         """The last step after which all replicas agreed."""
         self.mismatch: ReplicaMismatch | None = None

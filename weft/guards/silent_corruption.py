@@ -92,10 +92,9 @@ class WeightChecks:
         if not compare:
             return None
         self.compared.add(step)
-        mine = self.digests.by_kind(self.sums).view(-1, 2)
-        out = mine.new_zeros(len(self.kinds), 2)
-        out[[self.kinds.index(kind) for kind in self.digests.kinds]] = mine
-        return out.reshape(-1)
+        mine = dict(zip(self.digests.kinds, self.digests.by_kind(self.sums).view(-1, 2), strict=True))
+        nothing = self.sums.new_zeros(2, dtype=torch.float64)
+        return torch.cat([mine.get(kind, nothing) for kind in self.kinds])
 
     def due(self, step: int) -> bool:
         """Whether ranks compare weights after this step."""

@@ -81,9 +81,12 @@ def _share_input(*layers: nn.Module) -> None:
 
 
 def use_fp8_head(modules: list[tuple[str, nn.Module]], recipe: Fp8Recipe) -> None:
-    """Make the head multiply in fp8 if the recipe asks for it."""
+    """Make a head that predicts tokens multiply in fp8, if the recipe asks for it and its sizes are aligned."""
     for _, module in modules:
-        if recipe.head and isinstance(module, Head):
+        if not recipe.head or not isinstance(module, Head) or module.pool or module.bias is not None:
+            continue
+        rows, columns = local_of(module.weight).shape
+        if not stays_bf16("head", rows, columns, recipe.skip):
             _check_device(module.weight.device)
             module.products = partial(Fp8HeadProducts, recipe=recipe)
 
@@ -91,7 +94,7 @@ def use_fp8_head(modules: list[tuple[str, nn.Module]], recipe: Fp8Recipe) -> Non
 def check_skip(model: nn.Module, plan: Plan) -> None:
     """Refuse patterns of fp8.skip that match no layer."""
     recipe = recipe_of(plan)
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Head)]
     for pattern in recipe.skip if recipe else ():
         if linears and not any(fnmatchcase(name, pattern) for name in linears):
             raise JobError(f"fp8.skip names {pattern!r}, which fits no layer; the first layer is {linears[0]!r}")

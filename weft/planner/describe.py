@@ -8,7 +8,7 @@ from itertools import groupby
 
 from weft.job.schema import Job
 from weft.planner.model.counts import count_parameters, count_trained
-from weft.planner.model.fp8 import fp8_share
+from weft.planner.model.fp8 import fp8_share, head_in_fp8
 from weft.planner.model.reference_rate import peak_flops
 from weft.planner.number_format import counted, human_count
 from weft.planner.plan import Plan
@@ -124,7 +124,8 @@ def _fp8_rows(job: Job, plan: Plan) -> list[tuple[str, str]]:
     share = fp8_share(job, plan)
     if plan.precision != "fp8" or share is None:
         return []
-    how = f"{share:.0%} of the FLOPs, {plan.fp8['scaling']}, {plan.fp8['amax']} scales; the rest in bf16"
+    head = "with the head, " if head_in_fp8(job, plan.tp) else ""
+    how = f"{share:.0%} of the FLOPs, {head}{plan.fp8['scaling']}, {plan.fp8['amax']} scales; the rest in bf16"
     peak = peak_flops(plan, job)
     if peak is None:
         return [("fp8", how)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from weft.hardware.catalog import Device, find_network
 from weft.hardware.probe import probe
@@ -36,6 +37,7 @@ from weft.planner.memory.tiers import (
     tier_settings,
 )
 from weft.planner.model.cluster_facts import cluster_facts
+from weft.planner.model.fp8 import delayed_scales
 from weft.planner.model.reference_rate import peak_flops
 from weft.planner.plan import Plan
 from weft.planner.ranks import backend_of, device_for, device_memory, world_of
@@ -93,6 +95,10 @@ def _warmup(job: Job) -> int:
     if asked != "auto":
         return asked
     return min(2000, max(min(300, steps * 3 // 5), steps // 4))
+
+
+def _fp8_recipe(job: Job) -> dict[str, Any]:
+    return {**job.fp8.model_dump(mode="json"), "amax": "delayed" if delayed_scales(job) else "dynamic"}
 
 
 def start_plan(job: Job, world: int | None = None) -> PlanStart:
@@ -177,7 +183,7 @@ def _start_plan(job: Job, world: int | None = None, also: tuple[str, ...] = ()) 
         bucket_mb=Plan.bucket_mb if job.comm.bucket_mb == "auto" else job.comm.bucket_mb,
         recompute="none" if job.memory.recompute in ("auto", 0) else job.memory.recompute,
         activations=job.memory.activations,
-        fp8=job.fp8.model_dump(mode="json") if precision == "fp8" else {}, allreduce=job.comm.allreduce,
+        fp8=_fp8_recipe(job) if precision == "fp8" else {}, allreduce=job.comm.allreduce,
         sync=job.train.sync.mode, sync_every=job.train.sync.period,
     )  # fmt: skip
     plan = replace(plan, **tier_settings(job, plan, world, also))

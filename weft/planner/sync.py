@@ -8,6 +8,7 @@ from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job, Parallel
 from weft.planner.engine_constants import QUANTIZATION_BLOCK, QUANTIZATION_SCALE_BYTES
 from weft.planner.model.counts import count_parameters
+from weft.planner.model.fp8 import delayed_scales
 from weft.planner.plan import Plan
 
 _SCALE = QUANTIZATION_SCALE_BYTES / QUANTIZATION_BLOCK
@@ -70,7 +71,7 @@ def sync_rule(job: Job, plan: Plan) -> str | None:
             f"precision=fp16 scales the loss by what every rank saw, and under {name} they do not wait for each other; "
             "precision=bf16 would work"
         )
-    if plan.precision == "fp8" and job.fp8.amax == "delayed":
+    if plan.precision == "fp8" and delayed_scales(job):
         return (
             f"fp8.amax=delayed scales by what every rank saw, and under {name} they do not wait for each other; "
             "amax=dynamic would work"

@@ -156,6 +156,8 @@ class StepMetrics:
         sums[: len(mine)] = torch.stack([x.reshape(()).double() for x in mine])
         work = self.mesh.everyone.start_all_reduce(sums) if self.mesh.everyone is not None else None
         started = StepSums(sums, work, self.state.model.figures(), len(mine) - 4)
+        if end.event is not None and not end.event.query():
+            self.guards.slack += host_seconds
         more = self.state.rounds.figures()
         pending = _PendingStep(self.state.step, lr, grads.scale, started, start, end, timeline, more)
         self.settle()
@@ -170,10 +172,7 @@ class StepMetrics:
         entry, self.pending = self.pending, None
         if entry is None:
             return
-        began = time.perf_counter()
         norm, count, loss_sum, square, tasks, reported, more = entry.sums.read()
-        if entry.sums.copied is not None:
-            self.guards.slack += time.perf_counter() - began
         flags = len(STOP_SIGNALS)
         self.stop = Signals.decide(reported[:flags])
         loss = loss_sum / max(1, count)
@@ -224,8 +223,9 @@ class StepMetrics:
 
 def rank_figures(step: int, axes: Sequence[str], rows: Sequence[RankFigures]) -> dict[str, Any]:
     """`ranks`: figures of every rank in a step, in the order of ranks: seconds computing, waiting for data and waiting
-    for messages on each axis; seconds runnable without a core, idle time of all cores, processor time, seconds in which
-    the host waited for the device; peak memory. Worlds of more than MAX_RANKS_EACH_STEP ranks write it less often."""
+    for messages on each axis; seconds runnable without a core, idle time of all cores, processor time; the step's
+    seconds if the device still had work when the host had queued the step; peak memory. Worlds of more than
+    MAX_RANKS_EACH_STEP ranks write it less often."""
     if step % -(-len(rows) // MAX_RANKS_EACH_STEP):
         return {}
     waits = {axis: [round(row.waited[i], 5) for row in rows] for i, axis in enumerate(axes)}

@@ -18,18 +18,18 @@ SHAPES: dict[str, Any] = {
 }  # fmt: skip
 FP8: dict[str, Any] = {
     "bf16": {"precision": "bf16"}, "fp8": {"precision": "fp8"},
-    "head": {"precision": "fp8", "fp8": {"amax": "delayed", "head": True}},
+    "dynamic": {"precision": "fp8", "fp8": {"amax": "dynamic", "head": False}},
 }  # fmt: skip
 RUNS: tuple[tuple[str, int, int, int, str, str, float], ...] = (
     ("1b", 8192, 2, 1, "none", "bf16", 41.3),
-    ("1b", 8192, 2, 1, "none", "fp8", 35.3),
-    ("1b", 8192, 2, 1, "none", "head", 38.3),
+    ("1b", 8192, 2, 1, "none", "dynamic", 35.3),
+    ("1b", 8192, 2, 1, "none", "fp8", 38.3),
     ("1b", 8192, 2, 1, "selective", "bf16", 35.3),
     ("1b", 8192, 2, 2, "full", "bf16", 29.3),
     ("1b", 32768, 1, 1, "full", "bf16", 25.9),
     ("3b", 8192, 1, 1, "none", "bf16", 69.9),
-    ("3b", 8192, 1, 1, "none", "fp8", 63.8),
-    ("3b", 8192, 1, 1, "none", "head", 66.1),
+    ("3b", 8192, 1, 1, "none", "dynamic", 63.8),
+    ("3b", 8192, 1, 1, "none", "fp8", 66.1),
     ("3b", 8192, 1, 1, "selective", "bf16", 63.8),
     ("3b", 8192, 1, 1, "full", "bf16", 54.0),
     ("3b", 32768, 1, 1, "none", "bf16", 128.2),
@@ -53,4 +53,4 @@ def test_predicted_memory_is_that_of_the_run(
         "cluster": {"device": "h200", "devices_per_node": 1}, **FP8[precision],
     }  # fmt: skip
     _, plan = make_plan(parse_job(job))
-    assert plan.predicted["memory_gib"] == pytest.approx(gib, rel=0.04 if precision == "head" else 0.03)
+    assert plan.predicted["memory_gib"] == pytest.approx(gib, rel=0.04 if precision == "fp8" else 0.03)

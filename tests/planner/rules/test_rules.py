@@ -106,13 +106,6 @@ def refused(world: int | None = None, **job: Any) -> str:
         (2, {"precision": "fp8", "model": {**SMALL, "dim": 16, "ffn": 24}, "parallel": {"tp": 2}},
          "precision=fp8 applies to no layer: with model.dim=16 over tp=2 no layer's sizes are multiples of 16; "
          "precision=bf16 would work"),
-        (2, {"precision": "fp8", "fp8": {"head": True}, "model": {**SMALL, "dim": 64, "vocab": 1000},
-             "parallel": {"tp": 2}},
-         "fp8.head=true and model.vocab=1000 over tp=2, model.dim=64: the head's sizes must be multiples of 16; "
-         "model.vocab=1024 or fp8.head=false would work"),
-        (2, {"precision": "fp8", "fp8": {"head": True}, "model": {"family": "mlp", "dim": 64, "layers": 2},
-             "data": {"source": "synthetic"}},
-         "fp8.head=true and a model without a vocabulary; fp8.head=false would work"),
         (2, {"fp8": {"amax": "delayed", "scaling": "rowwise"}},
          "fp8.amax=delayed and fp8.scaling=rowwise: the rows of one step are not those of the next; scaling=tensorwise "
          "or amax=dynamic would work"),

@@ -15,34 +15,53 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TRANSPOSE_TILE, CAST_BLOCK, SWIGLU_BLOCK = (128, 128), 8192, 4096
-"""Rows and columns of a tile of a transpose; values that one program casts."""
+TRANSPOSE_TILE, CAST_COLUMNS_TILE = (128, 128), (64, 128)
+"""Rows and columns of a tile."""
+CAST_BLOCK, CAST_PROGRAMS = 1024, 2112
+"""Values that a program casts at once, and the most programs: each ends with an atomic maximum on one number, and many
+of them would wait for each other."""
 
 
 @triton.jit
-def _block(count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def _block(b, count, BLOCK: tl.constexpr):
+    at = b * tl.full([], BLOCK, tl.int64) + tl.arange(0, BLOCK)
     return at, at < count
 
 
 @triton.jit
-def _put(v, scale, out, seen, at, inside, LIMIT: tl.constexpr):
-    tl.atomic_max(seen, tl.max(tl.abs(v)))
-    scaled = tl.minimum(tl.maximum(v * tl.load(scale), -LIMIT), LIMIT)
+def _put(v, scale, out, at, inside, LIMIT: tl.constexpr):
+    scaled = tl.minimum(tl.maximum(v * scale, -LIMIT), LIMIT)
     tl.store(out + at, scaled.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def weft_cast(x, scale, out, seen, count, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
-    at, inside = _block(count, BLOCK)
-    _put(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), scale, out, seen, at, inside, LIMIT)
+    s, most = tl.load(scale), tl.zeros([BLOCK], tl.float32)
+    for b in tl.range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+        at, inside = _block(b, count, BLOCK)
+        v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        _put(v, s, out, at, inside, LIMIT)
+        most = tl.maximum(most, tl.abs(v))
+    tl.atomic_max(seen, tl.max(most))
 
 
 @triton.jit
 def weft_cast_rows(x, scale, out, count, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
-    at, inside = _block(count, BLOCK)
-    v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scale)
-    tl.store(out + at, tl.minimum(tl.maximum(v, -LIMIT), LIMIT).to(out.dtype.element_ty), mask=inside)
+    s = tl.load(scale)
+    for b in tl.range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+        at, inside = _block(b, count, BLOCK)
+        _put(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), s, out, at, inside, LIMIT)
+
+
+@triton.jit
+def weft_cast_columns(
+    x, scale, out, rows, columns, LIMIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (r < rows)[:, None] & (c < columns)[None, :]
+    v = tl.load(x + r[:, None] * columns + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    _put(tl.trans(v), tl.load(scale), out, c[:, None] * rows + r[None, :], tl.trans(inside), LIMIT)
 
 
 @triton.jit
@@ -56,10 +75,14 @@ def weft_transpose(x, out, rows, columns, stride, ROWS: tl.constexpr, COLUMNS: t
 
 @triton.jit
 def weft_swiglu(gate, up, scale, out, seen, count, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
-    at, inside = _block(count, BLOCK)
-    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    _put(g / (1.0 + tl.exp(-g)) * u, scale, out, seen, at, inside, LIMIT)
+    s, most = tl.load(scale), tl.zeros([BLOCK], tl.float32)
+    for b in tl.range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+        at, inside = _block(b, count, BLOCK)
+        g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+        h = g / (1.0 + tl.exp(-g)) * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+        _put(h, s, out, at, inside, LIMIT)
+        most = tl.maximum(most, tl.abs(h))
+    tl.atomic_max(seen, tl.max(most))
 
 
 @triton.jit
@@ -67,20 +90,27 @@ def weft_swiglu_back(
     gate, up, grad, scale_gate, scale_up, scale_h, out_gate, out_up, out_h, seen_gate, seen_up, count,
     LIMIT: tl.constexpr, LIMIT_H: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    at, inside = _block(count, BLOCK)
-    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    d = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
-    s = 1.0 / (1.0 + tl.exp(-g))
-    _put(d * u * s * (1.0 + g * (1.0 - s)), scale_gate, out_gate, seen_gate, at, inside, LIMIT)
-    _put(d * g * s, scale_up, out_up, seen_up, at, inside, LIMIT)
-    h = g / (1.0 + tl.exp(-g)) * u * tl.load(scale_h)
-    tl.store(out_h + at, tl.minimum(tl.maximum(h, -LIMIT_H), LIMIT_H).to(out_h.dtype.element_ty), mask=inside)
+    of_gate, of_up, of_h = tl.load(scale_gate), tl.load(scale_up), tl.load(scale_h)
+    most_gate, most_up = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for b in tl.range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+        at, inside = _block(b, count, BLOCK)
+        g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        e = 1.0 + tl.exp(-g)
+        s = 1.0 / e
+        by_gate, by_up = d * u * s * (1.0 + g * (1.0 - s)), d * g * s
+        _put(by_gate, of_gate, out_gate, at, inside, LIMIT)
+        _put(by_up, of_up, out_up, at, inside, LIMIT)
+        _put(g / e * u, of_h, out_h, at, inside, LIMIT_H)
+        most_gate, most_up = tl.maximum(most_gate, tl.abs(by_gate)), tl.maximum(most_up, tl.abs(by_up))
+    tl.atomic_max(seen_gate, tl.max(most_gate))
+    tl.atomic_max(seen_up, tl.max(most_up))
 
 
-def _launch(kernel, dtype: torch.dtype, count: int, *given: Tensor, block: int = CAST_BLOCK, **limits: float) -> None:
-    limit = torch.finfo(dtype).max
-    kernel[(triton.cdiv(count, block),)](*given, count, LIMIT=limit, BLOCK=block, num_warps=8, **limits)
+def _launch(kernel, dtype: torch.dtype, count: int, *given: Tensor, **limits: float) -> None:
+    limit, programs = torch.finfo(dtype).max, min(CAST_PROGRAMS, triton.cdiv(count, CAST_BLOCK))
+    kernel[(programs,)](*given, count, LIMIT=limit, BLOCK=CAST_BLOCK, num_warps=4, **limits)
 
 
 def cast_rows(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -124,6 +154,17 @@ def cast_seen(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
     return _cast(x, scale, dtype)
 
 
+@torch.library.custom_op("weft::cast_columns", mutates_args=())
+def cast_columns(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [rows, columns] · scale in fp8, by columns."""
+    (rows, columns), (high, wide) = x.shape, CAST_COLUMNS_TILE
+    out = x.new_empty(columns, rows, dtype=dtype)
+    weft_cast_columns[(triton.cdiv(rows, high), triton.cdiv(columns, wide))](
+        x.contiguous(), scale, out, rows, columns, LIMIT=torch.finfo(dtype).max, ROWS=high, COLUMNS=wide, num_warps=4
+    )
+    return out
+
+
 @torch.library.custom_op("weft::cast_both", mutates_args=())
 def cast_both(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """x [rows, columns] · scale in fp8, by rows and by columns, and x's largest magnitude."""
@@ -136,7 +177,7 @@ def swiglu(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple
     """silu(gate) · up · scale in fp8, and its largest magnitude before scaling."""
     gate, up, seen = gate.contiguous(), up.contiguous(), _maximum(gate)
     out = gate.new_empty(gate.shape, dtype=dtype)
-    _launch(weft_swiglu, dtype, gate.numel(), gate, up, scale, out, seen, block=SWIGLU_BLOCK)
+    _launch(weft_swiglu, dtype, gate.numel(), gate, up, scale, out, seen)
     return out, seen
 
 
@@ -150,7 +191,7 @@ def swiglu_back(
     given = gate.contiguous(), up.contiguous(), grad.contiguous(), scale_gate, scale_up, scale_h
     out = [gate.new_empty(gate.shape, dtype=kind) for kind in (dtype, dtype, dtype_h)]
     seen = _maximum(gate), _maximum(gate)
-    _launch(weft_swiglu_back, dtype, gate.numel(), *given, *out, *seen, block=SWIGLU_BLOCK,
+    _launch(weft_swiglu_back, dtype, gate.numel(), *given, *out, *seen,
             LIMIT_H=torch.finfo(dtype_h).max)  # fmt: skip
     return *_both(out[0]), *_both(out[1]), _both(out[2])[1], *seen
 
@@ -162,6 +203,11 @@ def _shapes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 @cast_seen.register_fake
 def _(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=dtype), _maximum(x)
+
+
+@cast_columns.register_fake
+def _(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return _shapes(x, dtype)[1]
 
 
 @cast_both.register_fake

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from weft.job.schema import Job, Model
-from weft.planner.engine_constants import FP8_LOGITS_CHUNKS, LOGITS_BYTES
+from weft.planner.engine_constants import FP8_ALIGNMENT, FP8_LOGITS_CHUNKS, LOGITS_BYTES
 from weft.planner.memory.block_trace import BlockBytes, block_bytes, coded_pass, head_bytes, selective_kept
 from weft.planner.memory.expert_trace import Mixture
 from weft.planner.memory.live_bytes import CODED_BYTES, FP32_BYTES, PassBytes, Sizes
+from weft.planner.model.fp8 import delayed_scales, fp8_head_blocks
 from weft.planner.model.model_facts import Size
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts, distinct
@@ -230,7 +231,7 @@ def _compiled_block(job: Job, z: Sizes) -> BlockBytes:
     are cast again; a gated part with delayed scales keeps its input in fp8, and attention's norm is kept.
     """
     m = job.model
-    delayed = job.fp8.amax == "delayed"
+    delayed = delayed_scales(job)
     again = job.precision == "fp8" and (m.gated or not delayed)
     hidden = ((3 if m.gated else 2) - again) * z.ffn
     whole = z.tokens * (z.c * ((4 - 2 * again) * z.dim + 2 * z.heads + 2 * z.kv + hidden) + 4 * z.scores + 8)
@@ -254,9 +255,10 @@ def _compiled_head(job: Job, z: Sizes, vocab: Size) -> PassBytes:
     head = vocab * z.dim * (job.model.lora is None)
     chunks = np.maximum(1, np.ceil(logits / LOGITS_BYTES["cuda"]))
     loss = logits / chunks + head * (z.c + 4 * (chunks > 1))
-    if job.precision == "fp8" and job.fp8.head:
+    if job.precision == "fp8" and fp8_head_blocks(job):
         held = np.minimum(logits / z.c, FP8_LOGITS_CHUNKS * LOGITS_BYTES["cuda"])
-        loss = logits / chunks * (1 + 1 / z.c) + held + head * (2 + 4 * (held < logits / z.c))
+        low = logits / chunks * (1 + 1 / z.c) + held + head * (2 + 4 * (held < logits / z.c))
+        loss = np.where(vocab % FP8_ALIGNMENT == 0, low, loss)
     stream = 2 * z.tokens * z.dim * z.c
     return PassBytes(stream + head * z.c, stream + loss, 0.0 * loss)
 

@@ -22,6 +22,28 @@ def stays_bf16(name: str, rows: int, columns: int, skip: tuple[str, ...]) -> boo
     return bool(rows % FP8_ALIGNMENT or columns % FP8_ALIGNMENT) or any(fnmatchcase(name, pattern) for pattern in skip)
 
 
+def delayed_scales(job: Job) -> bool:
+    """Whether fp8 scales are computed from previous steps."""
+    if job.fp8.amax == "auto":
+        return job.fp8.scaling == "tensorwise" and job.train.sync.mode == "step"
+    return job.fp8.amax == "delayed"
+
+
+def fp8_head_blocks(job: Job) -> int:
+    """Aligned blocks of rows of a head in fp8; tp must divide them. 0 for a head that stays in bf16."""
+    m = job.model
+    rows, columns = m.vocab or 0, m.dim or 0
+    predicts = (m.is_decoder or m.is_encoder_decoder) and not m.labels_samples and not m.has_head_bias
+    low = job.fp8.head and predicts and not stays_bf16("head", rows, columns, tuple(job.fp8.skip))
+    return rows // FP8_ALIGNMENT if low else 0
+
+
+def head_in_fp8(job: Job, tp: int) -> bool:
+    """Whether the head multiplies in fp8."""
+    blocks = fp8_head_blocks(job)
+    return blocks > 0 and blocks % tp == 0
+
+
 def fp8_share(job: Job, plan: Plan) -> float | None:
     """The share of the model's FLOPs in fp8; None for a custom module."""
     model = job.model
@@ -29,7 +51,7 @@ def fp8_share(job: Job, plan: Plan) -> float | None:
     if plan.precision != "fp8" or flops is None:
         return None if flops is None else 0.0
     weights, _ = fp8_weights(job, plan.tp)
-    if job.fp8.head and model.is_decoder:
+    if head_in_fp8(job, plan.tp):
         weights += (model.vocab or 0) * (model.dim or 0)
     return 6.0 * weights / flops
 
@@ -53,7 +75,7 @@ def cast_bytes(job: Job, tokens: float) -> float:
     kv, gates = (m.kv_heads or 0) * (m.head_dim or 0), 2 if m.gated else 1
     inputs, gradients = 2 * dim + heads + ffn, heads + 2 * kv + 2 * dim + gates * ffn
     weights = dim * (2 * heads + 2 * kv + (gates + 1) * ffn)
-    return CAST_BYTES[job.fp8.amax] * (tokens * (inputs + gradients) + weights)
+    return CAST_BYTES["delayed" if delayed_scales(job) else "dynamic"] * (tokens * (inputs + gradients) + weights)
 
 
 def fp8_speedup(plan: Plan) -> float:

@@ -14,6 +14,7 @@ import numpy as np
 from weft.job.schema import Job, Model
 from weft.job.shapes import resolve
 from weft.planner.model.counts import count_trained
+from weft.planner.model.fp8 import fp8_head_blocks
 
 Size = Any
 """A number, or an array of them."""
@@ -57,7 +58,7 @@ class ModelFacts:
     head_square: Size = 0
     """Square matrices of the head: 1 for BERT."""
     head_low: Size = 0
-    """1 where the head multiplies in fp8 as the blocks do."""
+    """Aligned blocks of rows of a head in fp8: it multiplies as the blocks do where tp divides them."""
     experts: Size = 0
     top_k: Size = 0
     moe_ffn: Size = 0
@@ -239,7 +240,7 @@ def model_facts(job: Job) -> ModelFacts:
         block_norms=4 if model.norm_at == "both" else 2,
         embedding_rows=model.patch_dim + 1 + int(bool(model.class_token)) if vit else model.vocab,
         head_share=1 / job.data.seq_len if model.labels_samples else 1.0, **_encoder_ends(model),
-        head_low=int(job.fp8.head), frozen=int(model.lora is not None),
+        head_low=fp8_head_blocks(job), frozen=int(model.lora is not None),
         adapters=count_trained(model) if model.lora is not None else 0, **extra, **_latent(model),
     )  # fmt: skip
 

@@ -124,7 +124,8 @@ def compute_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal
         np.where(has_attention, qkv_b + out_b, 0) + (1 - share) * mlp_b + share * moe_b + attention_b + 2 * moved_f
     )
     rows = tokens * model.head_share
-    head_speed = np.where(model.head_low, fast, plain) * np.where(tp == 1, cal.head_whole, 1.0)
+    head_low = (np.asarray(model.head_low) > 0) & (model.head_low % tp == 0)
+    head_speed = np.where(head_low, fast, plain) * np.where(tp == 1, cal.head_whole, 1.0)
     head_f, head_b = both(rows, model.vocab / tp, model.dim, head_speed)
     logits = rows * model.vocab / (1 if cal.logits_whole else tp) * LOGIT_BYTES / memory * cal.traffic
     has_head = np.asarray(model.vocab) > 0

@@ -6,7 +6,7 @@ from math import exp, log, prod
 
 from weft.hardware.measured import Measured, MeasuredAttention, MeasuredBlock, MeasuredProduct
 from weft.job.schema import Job
-from weft.planner.model.fp8 import cast_bytes, fp8_speedup, fp8_weights
+from weft.planner.model.fp8 import cast_bytes, fp8_speedup, fp8_weights, head_in_fp8
 from weft.planner.model.parameters import stage_weights
 from weft.planner.plan import Plan
 from weft.planner.time.traffic import gradients_stay_low_precision, recomputed_share
@@ -127,4 +127,4 @@ def _head_seconds(job: Job, plan: Plan, measured: Measured) -> float:
     dim, vocab = m.dim or 1, m.vocab or 1
     near = min(measured.heads, key=lambda h: log(h.vocab / vocab) ** 2 + log(h.dim / dim) ** 2)
     ratio = plan.microbatch * job.data.seq_len * dim * vocab / (near.tokens * near.dim * near.vocab)
-    return near.seconds * ratio / (fp8_speedup(plan) if plan.precision == "fp8" and job.fp8.head else 1.0)
+    return near.seconds * ratio / (fp8_speedup(plan) if plan.precision == "fp8" and head_in_fp8(job, plan.tp) else 1.0)

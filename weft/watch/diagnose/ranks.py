@@ -14,8 +14,8 @@ MIN_SHARE = 0.1
 """Share of the step's time below which a cause is not reported."""
 MIN_LOST_S = 0.002
 """Seconds of a step below which a difference is noise."""
-SLACK_SHARE = 0.03
-"""A host that waits for its GPU less than this share of the step is too slow for it."""
+MIN_SLACK_SHARE = 0.2
+"""A host whose GPU still has work at the end of fewer steps than this share is too slow for it."""
 NEIGHBOUR_CORES = 0.5
 """Cores' worth of other processes' work from which they are a neighbour; on small machines a quarter of the cores."""
 
@@ -114,10 +114,10 @@ def host_bound(found: RunEvidence) -> Finding | None:
         slack = float(table.get("slack_s").sum() / table.seconds.sum() / table.ranks)
         waits = sum(float(w.mean()) for w in table.waits.values()) / found.step_s if found.step_s else 0.0
         data = float(table.get("data_s").mean()) / found.step_s if found.step_s else 0.0
-        if slack < SLACK_SHARE and data < MIN_SHARE and waits < 0.5:
+        if slack < MIN_SLACK_SHARE and data < MIN_SHARE and waits < 0.5:
             evidence = (
-                f"the host waits for its GPU only {100 * slack:.1f} % of the time: the GPU has finished before the "
-                "host has queued the next work"
+                f"after {percent(1 - slack)} of the steps' time the GPU has finished all work when the host has queued "
+                "the step: it waits for the host"
             )
             return Finding("host_bound", evidence, fix, costs_percent=_gap(found))
     for trace in found.traces:
