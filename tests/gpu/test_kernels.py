@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.job.schema import Model
-from weft.memory.split_kernels import join_kernel, split_kernel
+from weft.memory.split_kernels import join_kernel, round_kernel, split_kernel
 from weft.mesh import Mesh
 from weft.models import grouped_kernels, loss_kernels
 from weft.models.feedforward import FeedForward
@@ -177,6 +177,15 @@ def test_adamw_with_smaller_states(columns: int, taken: int, low: str) -> None:
         assert torch.equal(byte.stored, (half >> 8).to(torch.int8))
     else:
         assert same_bytes(whole[low], master if low == "none" else half)
+
+
+def test_many_weights_are_rounded_as_one_is() -> None:
+    sources = [random(*shape, seed=i) for i, shape in enumerate(((3, 5), (2048,), (1, 4099), (0,), (7, 300)))]
+    targets, right = ([torch.zeros_like(s, dtype=torch.bfloat16) for s in sources] for _ in range(2))
+    round_kernel(targets, sources)
+    for source, target, expected in zip(sources, targets, right, strict=True):
+        split_kernel(source, expected, None)
+        assert same_bytes(target, expected)
 
 
 @pytest.mark.parametrize("smoothing", cases(0.0, 0.1))

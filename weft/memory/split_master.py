@@ -45,14 +45,20 @@ def split_(master: Tensor, high: Tensor, low: Tensor | None = None) -> None:
 
 def copy_rounded(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy fp32 weights to weights of the compute dtype; to bf16 as split_() rounds."""
-    rest = []
+    rest, together = [], []
     for target, source in zip(targets, sources, strict=True):
-        if target.dtype == torch.bfloat16 and source.dtype == torch.float32:
-            split_(source, target)
-        else:
+        if target.dtype != torch.bfloat16 or source.dtype != torch.float32:
             rest.append((target, source))
+        elif source.is_cuda and source.is_contiguous() and target.is_contiguous():
+            together.append((target, source))
+        else:
+            split_(source, target)
     if rest:
         foreach_copy_([t for t, _ in rest], [s for _, s in rest])
+    if together:
+        from weft.memory.split_kernels import round_kernel
+
+        round_kernel([t for t, _ in together], [s for _, s in together])
 
 
 def rounded(master: Tensor, dtype: torch.dtype) -> Tensor:

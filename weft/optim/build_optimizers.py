@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from weft.comm.foreach_internals import foreach_copy_
 from weft.comm.shards import like, local_of
 from weft.job.optim import OPTIMIZERS, WeightShard
 from weft.job.registry import find_object
@@ -85,10 +86,11 @@ class Optimizers:
         self, part: torch.optim.Optimizer, params: Params, factor: Tensor | None, taken: Tensor | None
     ) -> None:
         """torch's own step, which takes scaled gradients of the parameters' dtype in .grad."""
+        wide = self._wide_grads(params)
         for name, param in params.items():
-            leaf, master = self.grad_params[name], self.master_params[name]
-            if leaf is not master:
-                master.grad = None if leaf.grad is None else like(local_of(leaf.grad).float(), master)
+            master = self.master_params[name]
+            if self.grad_params[name] is not master:
+                master.grad = like(wide[name], master) if name in wide else None
             if param is not master:
                 param.grad = None if master.grad is None else local_of(master.grad)
         if factor is not None:
@@ -106,6 +108,16 @@ class Optimizers:
                 self.master_params[name].grad = None
             if param is not self.master_params[name]:
                 param.grad = None
+
+    def _wide_grads(self, params: Params) -> Params:
+        """In fp32 the gradients that master weights do not hold themselves; those of fewer bits in one launch."""
+        leaves = {n: self.grad_params[n] for n in params if self.grad_params[n] is not self.master_params[n]}
+        found = {n: local_of(leaf.grad) for n, leaf in leaves.items() if leaf.grad is not None}
+        low = [n for n, g in found.items() if g.dtype != torch.float32]
+        wide = {n: torch.empty_like(found[n], dtype=torch.float32) for n in low}
+        if low:
+            foreach_copy_(list(wide.values()), [found[n] for n in low])
+        return found | wide
 
     def master_value(self, name: str) -> Tensor:
         """The values of a master weight on this rank; of a split one, a copy."""

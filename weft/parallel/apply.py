@@ -181,6 +181,8 @@ def spread_stage(
     units = find_units(model)
     away = streamed_units({n: sum(p.numel() for p in u.parameters()) for n, u in units.items()}, plan.weight_share)
     low_halves: dict[str, Tensor] = {}
+    plain = plan.world == 1 and not (recomputed or away or plan.long) and codec is None
+    together = getattr(model, "compiled_whole", ()) if plain else ()
     for prefix, unit in [*units.items(), ("", model)]:
         modules = members(model, prefix, skip=() if prefix else tuple(units))
         keep_local_experts(modules, mesh)
@@ -200,13 +202,13 @@ def spread_stage(
         elif prefix:
             if prefix in recomputed:
                 recompute(unit, recomputed[prefix], functions=fp8 is not None)
-            if plan.compile:
+            if plan.compile and not together:
                 compile_around(modules)
                 compile_parts(unit, ("forward",))
             if codec is not None:
                 save_as_fp8(unit, codec)
         elif plan.compile:
-            compile_parts(unit, getattr(model, "compiled", ()))
+            compile_parts(unit, together or getattr(model, "compiled", ()))
         if sharded:
             _refuse_scalars(unit)
             shard_experts(modules, mesh, plan, dtype)

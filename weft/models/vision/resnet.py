@@ -41,6 +41,9 @@ class ResNet(nn.Module):
     units = "layer*.*"
     compiled = ("stem",)
     """Methods that are compiled besides the units."""
+    compiled_whole = ("features",)
+    """Methods that are compiled instead, where nothing happens between units: a block's gradient is then added and
+    passed through its ReLU in the kernels of the block before."""
     layer1: nn.Sequential
     layer2: nn.Sequential
     layer3: nn.Sequential
@@ -71,10 +74,16 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
-        x = self.stem(images.contiguous(memory_format=torch.channels_last) if images.is_cuda else images)
+        return self.fc(
+            self.features(images.contiguous(memory_format=torch.channels_last) if images.is_cuda else images)
+        )
+
+    def features(self, images: Tensor) -> Tensor:
+        """One vector a sample."""
+        x = self.stem(images)
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             x = stage(x)
-        return self.fc(x.mean((2, 3)))
+        return x.mean((2, 3))
 
     def stem(self, images: Tensor) -> Tensor:
         """The first convolution, to the size of the first stage."""
