@@ -246,8 +246,8 @@ def test_zero_1_holds_whole_gradients_while_it_adds_them_up() -> None:
 
 
 OF_H200 = {  # bench/gpu.py: seconds a step and GiB on an H200
-    "1b": {"bf16": (0.2863, 41.3), "fp8": (0.2257, 38.3), "dynamic": (0.2545, 35.3)},
-    "3b": {"bf16": (0.3605, 69.9), "fp8": (0.2866, 66.1), "dynamic": (0.3284, 63.8)},
+    "1b": {"bf16": (0.2831, 41.3), "fp8": (0.2198, 38.3), "dynamic": (0.2545, 35.3)},
+    "3b": {"bf16": (0.3582, 69.9), "fp8": (0.2778, 66.1), "dynamic": (0.3284, 63.8)},
 }
 FP8: dict[str, list[str]] = {
     "bf16": ["precision=bf16"], "fp8": ["precision=fp8"],
