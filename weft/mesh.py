@@ -29,10 +29,7 @@ from weft.hardware.shared_devices import act_as_own_host, memory_fraction, ranks
 from weft.job.errors import MachineError
 from weft.planner.plan import Plan
 
-JOINT: dict[str, tuple[str, str]] = {
-    "dp_shard_cp": ("dp_shard", "cp"),
-    "dp_replicate_cp": ("dp_replicate", "cp"),
-}
+JOINT: dict[str, tuple[str, str]] = {"dp_shard_cp": ("dp_shard", "cp"), "dp_replicate_cp": ("dp_replicate", "cp")}
 """Joint axes of data and cp: the ranks of a cp group hold the same weights and different tokens, so their gradients are
 summed too."""
 

@@ -17,8 +17,7 @@ def train(
     nproc: Nproc = None,
     fresh: Annotated[bool, typer.Option(help="Rename an earlier run of this name and start from step 0.")] = False,
     resilient: Annotated[
-        bool | None,
-        typer.Option(help="Replace lost ranks and continue. On by default.", show_default=False),
+        bool | None, typer.Option(help="Replace lost ranks and continue. On by default.", show_default=False)
     ] = None,
 ) -> None:
     """Train a job. A run that is started again resumes; ranks started by torchrun or mpirun join."""

@@ -14,8 +14,7 @@ def tune(
     job: JobArg,
     overrides: Overrides = None,
     over: Annotated[
-        str | None,
-        typer.Option("--over", help="Fields and their values: optim.lr=1e-4..3e-3,train.global_batch=8,16."),
+        str | None, typer.Option("--over", help="Fields and their values: optim.lr=1e-4..3e-3,train.global_batch=8,16.")
     ] = None,
     goal: Annotated[
         str, typer.Option("--for", help="loss, or speed: microbatch, recompute, compile, buckets around the plan.")

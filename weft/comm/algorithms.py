@@ -134,10 +134,7 @@ def _halving(axis: Axis, flat: Tensor, op: Op, members: Sequence[int]) -> Rounds
     passed: list[tuple[int, Tensor, Tensor]] = []
     while high - low > 1:
         middle = (low + high) // 2
-        halves = (
-            flat[low * count // n : middle * count // n],
-            flat[middle * count // n : high * count // n],
-        )
+        halves = (flat[low * count // n : middle * count // n], flat[middle * count // n : high * count // n])
         upper = me >= middle
         kept, given = halves[upper], halves[not upper]
         other = members[me ^ (high - middle)]

@@ -72,11 +72,7 @@ LAYOUT_RULES: dict[str, Rule] = {
     "num-layers-per-virtual-pipeline-stage": _virtual_stages,
     "num-virtual-stages-per-pipeline-rank": _rank_stages,
     **dict.fromkeys(
-        (
-            "decoder-first-pipeline-num-layers",
-            "decoder-last-pipeline-num-layers",
-            "pipeline-model-parallel-layout",
-        ),
+        ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers", "pipeline-model-parallel-layout"),
         absent("set parallel.split"),
     ),
     **dict.fromkeys(

@@ -183,13 +183,7 @@ TRAINING_RULES: dict[str, Rule] = {
     "fp8-param-gather": absent("set comm.compression=int8 to gather fewer bytes"),
     "fp8-*": absent("see the section fp8 of a job"),
     **dict.fromkeys(
-        (
-            "loss-scale",
-            "initial-loss-scale",
-            "min-loss-scale",
-            "loss-scale-window",
-            "hysteresis",
-        ),
+        ("loss-scale", "initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis"),
         unneeded("Weft scales the loss dynamically in fp16"),
     ),
     "accumulate-allreduce-grads-in-fp32": unneeded("gradients are summed in fp32"),
@@ -213,13 +207,7 @@ TRAINING_RULES: dict[str, Rule] = {
     "save": unneeded("checkpoints are in RUN/checkpoints"),
     "load": unneeded("a run that is started again resumes by itself"),
     **dict.fromkeys(
-        (
-            "ckpt-format",
-            "use-dist-ckpt",
-            "dist-ckpt-*",
-            "ckpt-*",
-            "auto-detect-ckpt-format",
-        ),
+        ("ckpt-format", "use-dist-ckpt", "dist-ckpt-*", "ckpt-*", "auto-detect-ckpt-format"),
         unneeded("a checkpoint opens in every layout"),
     ),
     "async-save": switch({"checkpoint.background": True}),
@@ -276,12 +264,7 @@ TRAINING_RULES: dict[str, Rule] = {
     "no-mmap-bin-files": unneeded("token stores are memory-mapped"),
     "no-create-attention-mask-in-dataloader": unneeded("masks are made on the device"),
     **dict.fromkeys(
-        (
-            "reset-position-ids",
-            "reset-attention-mask",
-            "eod-mask-loss",
-        ),
-        switch({"data.mask_documents": True}),
+        ("reset-position-ids", "reset-attention-mask", "eod-mask-loss"), switch({"data.mask_documents": True})
     ),
     "tokenizer-type": choice(
         {
@@ -301,11 +284,7 @@ TRAINING_RULES: dict[str, Rule] = {
         }
     ),
     **dict.fromkeys(
-        (
-            "tokenizer-model",
-            "vocab-file",
-            "merge-file",
-        ),
+        ("tokenizer-model", "vocab-file", "merge-file"),
         absent("set data.tokenizer to a tokenizer.json; a token store has its own tokenizer"),
     ),
     "distributed-backend": choice({"nccl": {"comm.backend": "nccl"}, "gloo": {"comm.backend": "gloo"}}),
@@ -317,12 +296,7 @@ TRAINING_RULES: dict[str, Rule] = {
     "no-check-for-nan-in-loss-and-grad": unneeded("non-finite steps are reported"),
     "rerun-mode": unneeded("replicas are compared (resilience.check_every)"),
     **dict.fromkeys(
-        (
-            "enable-cuda-graph",
-            "cuda-graph-*",
-            "external-cuda-graph",
-        ),
-        absent("train.compile compiles each block"),
+        ("enable-cuda-graph", "cuda-graph-*", "external-cuda-graph"), absent("train.compile compiles each block")
     ),
     "deterministic-mode": unneeded("the samples of a run depend on the seed alone"),
     "nccl-communicator-config-path": absent("NCCL's variables"),
@@ -331,14 +305,7 @@ TRAINING_RULES: dict[str, Rule] = {
     "mtp-*": absent("multi-token prediction is not in Weft"),
     "data-parallel-random-init": absent("ranks start from the same weights"),
     **dict.fromkeys(
-        (
-            "lazy-mpu-init",
-            "use-cpu-initialization",
-            "no-initialization",
-            "te-rng-tracker",
-            "use-mp-args",
-        ),
-        LAUNCH,
+        ("lazy-mpu-init", "use-cpu-initialization", "no-initialization", "te-rng-tracker", "use-mp-args"), LAUNCH
     ),
     "nnodes": _nodes,
     "nproc_per_node": to("cluster.devices_per_node"),

@@ -213,12 +213,7 @@ def _sample_texts(parts: Sequence[Part], field: str) -> Iterator[str]:
 
 
 def _encode_parts(
-    parts: Sequence[Part],
-    folder: Path,
-    spec: str,
-    layout: RecordLayout,
-    workers: int | None,
-    progress: Progress | None,
+    parts: Sequence[Part], folder: Path, spec: str, layout: RecordLayout, workers: int | None, progress: Progress | None
 ) -> None:
     """Write every part that is not there yet."""
     tokenizer = load_tokenizer(spec)

@@ -55,9 +55,7 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)$"),
-    list("-+0123456789."),
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)$"), list("-+0123456789.")
 )
 
 
@@ -183,10 +181,7 @@ def _raw_job(path: Path) -> dict[str, Any]:
     return raw
 
 
-_SHORT: dict[str, Callable[[str], dict[str, Any]]] = {
-    "model": expand_model,
-    "train.sync": expand,
-}
+_SHORT: dict[str, Callable[[str], dict[str, Any]]] = {"model": expand_model, "train.sync": expand}
 """Sections that have a short form."""
 
 

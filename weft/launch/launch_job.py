@@ -18,14 +18,7 @@ from weft.job.schema import Job
 from weft.launch.run_files import check_is_run
 from weft.launch.targets.known_targets import find_target, resolve_target
 from weft.launch.targets.process_target import ProcessTarget
-from weft.launch.targets.target import (
-    EXIT_FILE,
-    SUBMITTED_JOB,
-    JobState,
-    LaunchRecord,
-    LaunchRequest,
-    Target,
-)
+from weft.launch.targets.target import EXIT_FILE, SUBMITTED_JOB, JobState, LaunchRecord, LaunchRequest, Target
 from weft.planner import RUNNABLE, Plan, check, check_fits
 from weft.planner.make_plan import best_plan, start_plan
 

@@ -53,11 +53,7 @@ def ranks_per_node(job: Job, nodes: int) -> int:
 
 
 def start_node(
-    job: Job,
-    place: NodeAddress,
-    nproc: int | None,
-    log: Callable[[str], None] = print,
-    inherit: tuple[int, ...] = (),
+    job: Job, place: NodeAddress, nproc: int | None, log: Callable[[str], None] = print, inherit: tuple[int, ...] = ()
 ) -> int:
     """Start `nproc` ranks on this node and train with the other nodes. Returns the exit code.
 

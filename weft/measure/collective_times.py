@@ -70,8 +70,7 @@ KINDS: dict[str, CollectiveKind] = {
         },
     ),
     "all_to_all": CollectiveKind(
-        lambda n: (n - 1) / n,
-        {"native": lambda axis, x: lambda: axis.all_to_all(_rows(axis, x), range(axis.size))},
+        lambda n: (n - 1) / n, {"native": lambda axis, x: lambda: axis.all_to_all(_rows(axis, x), range(axis.size))}
     ),
     "broadcast": CollectiveKind(lambda n: 1.0, {"native": lambda axis, x: lambda: axis.broadcast(x, 0)}),
     "reduce": CollectiveKind(lambda n: 1.0, {"native": lambda axis, x: lambda: axis.reduce(x, 0)}),
@@ -80,8 +79,7 @@ KINDS: dict[str, CollectiveKind] = {
         {"native": lambda axis, x: lambda: axis.scatter(_rows(axis, x), torch.empty_like(_rows(axis, x)[0]), 0)},
     ),
     "gather": CollectiveKind(
-        lambda n: (n - 1) / n,
-        {"native": lambda axis, x: lambda: axis.gather(_rows(axis, x)[axis.rank], 0)},
+        lambda n: (n - 1) / n, {"native": lambda axis, x: lambda: axis.gather(_rows(axis, x)[axis.rank], 0)}
     ),
     "send_receive": CollectiveKind(lambda n: 1.0, {"native": _pairs}),
 }

@@ -6,15 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.job.schema import Model
-from weft.pretrained.config_fields import (
-    Choice,
-    Config,
-    Converter,
-    Fields,
-    Key,
-    Only,
-    SizeKey,
-)
+from weft.pretrained.config_fields import Choice, Config, Converter, Fields, Key, Only, SizeKey
 from weft.pretrained.family_entry import Fused
 
 Names = dict[str, str | Fused]

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.data.formats.huggingface_datasets import (
-    HUB_PREFIX,
-    SPLITS_FILE,
-    STATE_FILE,
-    dataset_files,
-    hub_dataset_files,
-)
+from weft.data.formats.huggingface_datasets import HUB_PREFIX, SPLITS_FILE, STATE_FILE, dataset_files, hub_dataset_files
 from weft.data.vision.image_files import ImageFiles, open_parquet
 from weft.job.errors import JobError
 

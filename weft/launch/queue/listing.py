@@ -38,12 +38,7 @@ def queue_state(queue: QueueFolder) -> dict[str, Any]:
         )
     rows.sort(key=lambda row: (row["position"] or 0, row["created"]))
     usage = {user_name(uid): round(seconds / 3600, 4) for uid, seconds in state.usage.items()}
-    return {
-        "folder": str(queue.path),
-        "settings": asdict(queue.settings),
-        "claims": rows,
-        "usage_machine_hours": usage,
-    }
+    return {"folder": str(queue.path), "settings": asdict(queue.settings), "claims": rows, "usage_machine_hours": usage}
 
 
 def claims_of_runs() -> dict[str, dict[str, Any]]:

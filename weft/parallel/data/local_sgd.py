@@ -200,12 +200,7 @@ class Rounds(EveryStep):
         return f"replica.{self.axis.rank}.{name}"
 
     def meta(self) -> dict[str, Any]:
-        return {
-            "mode": self.sync.mode,
-            "replicas": self.axis.size,
-            "since": self.since,
-            "anchor": bool(self.anchor),
-        }
+        return {"mode": self.sync.mode, "replicas": self.axis.size, "since": self.since, "anchor": bool(self.anchor)}
 
     def replica_tensors(self, meta: dict[str, Any], tensors: Tensors) -> Tensors:
         """With another number of replicas than the checkpoint's, only the state of the outer optimizer is read."""

@@ -86,11 +86,7 @@ class Space:
 def job_space(job: Job, world: int, precision: str, recompute: Iterable[str] = RECOMPUTES) -> Space:
     """The space of a resolved job on `world` ranks, as its rules allow."""
     model, seq = job.model, job.data.seq_len
-    share: dict[str, Any] = {
-        "world": world,
-        "batch": job.train.global_batch,
-        "seq_len": 1 if model.is_stack else seq,
-    }
+    share: dict[str, Any] = {"world": world, "batch": job.train.global_batch, "seq_len": 1 if model.is_stack else seq}
     fixed: dict[str, Any] = {
         "precision": (precision,), "offload": (without_states(job.memory.offload),),
         "compression": (job.comm.compression.partition(":")[0],),

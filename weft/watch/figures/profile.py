@@ -13,11 +13,7 @@ MAX_RANKS = 32
 TITLE = "Where a step's time goes"
 HEADER = ["class", "ms", "share", "calls", "rate", "roof", "time over roof"]
 COLOURS = dict(
-    zip(
-        CLASSES,
-        ("@blue", "@purple", "@orange", "@green", "#E0B000", "@quiet", "@soft", "@grid"),
-        strict=True,
-    )
+    zip(CLASSES, ("@blue", "@purple", "@orange", "@green", "#E0B000", "@quiet", "@soft", "@grid"), strict=True)
 )
 
 
