@@ -245,7 +245,9 @@ def image_patches(image: np.ndarray, model: Model) -> np.ndarray:
         height, width = height // patch * patch, width // patch * patch
         image = image[:, :height, :width]
     if height % patch or width % patch:
-        raise ValueError(f"has {height} × {width} pixels, which patches of model.patch={patch} do not divide")
+        whole = " × ".join(str(max(patch, side // patch * patch)) for side in (height, width))
+        raise ValueError(f"has {height} × {width} pixels, which patches of model.patch={patch} do not divide; {whole} "
+                         "pixels would work")  # fmt: skip
     rows = image.reshape(depth, height // patch, patch, width // patch, patch).transpose(1, 3, 0, 2, 4)
     patches = np.ascontiguousarray(rows.reshape(-1, depth * patch * patch))
     return _with_token_row(patches) if model.class_token else patches

@@ -105,6 +105,11 @@ def resolve(job: Job) -> Job:
     if job.model.pretrained and job.model.family is None:  # else it is resolved, and the checkpoint may be elsewhere
         job = _with_pretrained(job, job.model.pretrained)
     model, data = _resolve_model(job.model, job.data), job.data
+    side = data.images.size if data.images is not None else None
+    if model.is_classifier and side and "seq_len" not in data.model_fields_set:
+        patches = (side // (model.patch or 4)) ** 2
+        data = data.model_copy(update={"seq_len": max(1, patches) + bool(model.class_token)})
+        model = _resolve_model(job.model, data)
     if model.towers and model.max_len and "seq_len" not in data.model_fields_set:
         data = data.model_copy(update={"seq_len": model.max_len})
     if model.towers and model.max_len and data.seq_len > model.max_len:

@@ -226,6 +226,11 @@ def test_patches_for_a_vit(tmp_path: Path) -> None:
     source, vit = write_idx(tmp_path), {"family": "vit", "dim": 16, "layers": 1, "heads": 2, "patch": 6, "channels": 1}
     raw = {"model": {**vit, "vocab": 3}, "data": {"source": str(source), "seq_len": 4}}
     assert open_dataset(resolve(parse_job(raw))).train(0)["inputs"].shape == (4, 36)
+    sized = {"model": {**vit, "vocab": 3, "class_token": True}, "data": {"source": str(source), "images": {"size": 18}}}
+    assert open_dataset(resolve(parse_job(sized))).train(0)["inputs"].shape == (10, 36)
+    sized["data"]["images"] = {"size": 20}  # type: ignore[index]
+    with pytest.raises(JobError, match=r"has 20 × 20 pixels, which .* do not divide; 18 × 18 pixels would work"):
+        open_dataset(resolve(parse_job(sized)))
     raw["data"]["seq_len"] = 16  # type: ignore[index]
     with pytest.raises(JobError, match=r"has 4 patches of model.patch=6; write data.seq_len=4"):
         open_dataset(resolve(parse_job(raw)))
