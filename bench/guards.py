@@ -38,7 +38,7 @@ def main() -> None:
         timed(session.guards.weights, "before_update", spent, first=True)
         session.stepper.before_update = session.guards.weights.before_update
         timed(session.guards, "tell", spent)
-        timed(session.guards, "judge", spent)
+        timed(session.guards, "check", spent)
         signals = Signals()
         fit(session, signals)
         signals.restore()

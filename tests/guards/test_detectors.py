@@ -30,7 +30,7 @@ def falling(step: int, noise: float, draw: random.Random) -> tuple[float, float]
 @given(seed=st.integers(0, 10**6), noise=st.floats(0, 0.25))
 def test_noise_is_no_spike(seed: int, noise: float) -> None:
     draw, spikes = random.Random(seed), SpikeDetector()
-    assert all(spikes.judge(s, *falling(s, noise, draw)) is None for s in range(1, 200))
+    assert all(spikes.detect(s, *falling(s, noise, draw)) is None for s in range(1, 200))
 
 
 @settings(max_examples=40, deadline=None)
@@ -45,7 +45,7 @@ def test_poisoned_batch_is_found_within_three_steps(seed: int, noise: float, at:
             loss, norm = (loss, norm * 25) if late else (loss + 4, norm * 10)
         elif step > at:
             loss += 4
-        found = spikes.judge(step, loss, norm)
+        found = spikes.detect(step, loss, norm)
         if found:
             break
     assert found is not None
@@ -58,8 +58,8 @@ def test_poisoned_batch_is_found_within_three_steps(seed: int, noise: float, at:
 def test_bad_batch_of_untrained_model_is_found_by_loss_and_norm(seed: int) -> None:
     draw, spikes = random.Random(seed), SpikeDetector()
     for step in range(1, 60):
-        assert spikes.judge(step, 4.9 + draw.gauss(0, 0.03), math.exp(draw.gauss(0.4, 0.1))) is None
-    found = spikes.judge(60, 5.6, 12.0)
+        assert spikes.detect(step, 4.9 + draw.gauss(0, 0.03), math.exp(draw.gauss(0.4, 0.1))) is None
+    found = spikes.detect(60, 5.6, 12.0)
     assert found is not None
     assert found.step == 60
 
@@ -67,11 +67,11 @@ def test_bad_batch_of_untrained_model_is_found_by_loss_and_norm(seed: int) -> No
 def test_repeated_spike_undoes_more_and_new_level_is_accepted() -> None:
     draw, spikes = random.Random(3), SpikeDetector()
     for step in range(1, 60):
-        assert spikes.judge(step, *falling(step, 0.02, draw)) is None
-    assert spikes.judge(60, 9.0, 1.0).step == 60  # type: ignore[union-attr]
-    assert spikes.judge(61, 9.0, 1.0).step == 59  # type: ignore[union-attr]
-    assert spikes.judge(60, 9.0, 1.0).step == 58  # type: ignore[union-attr]
-    assert all(spikes.judge(step, 9.0 + 0.01 * (step % 3), 1.0) is None for step in range(59, 120))
+        assert spikes.detect(step, *falling(step, 0.02, draw)) is None
+    assert spikes.detect(60, 9.0, 1.0).step == 60  # type: ignore[union-attr]
+    assert spikes.detect(61, 9.0, 1.0).step == 59  # type: ignore[union-attr]
+    assert spikes.detect(60, 9.0, 1.0).step == 58  # type: ignore[union-attr]
+    assert all(spikes.detect(step, 9.0 + 0.01 * (step % 3), 1.0) is None for step in range(59, 120))
 
 
 def test_slow_link_is_reported_once() -> None:
@@ -186,11 +186,11 @@ def test_a_classifier_with_almost_no_loss_has_no_spikes(seed: int) -> None:
         usual = max(0.003, 2.3 * math.exp(-step / 15))
         hard = 0.03 * draw.random() if draw.random() < 0.1 else 0.0
         loss = usual * math.exp(draw.gauss(0, 0.4)) + hard
-        assert spikes.judge(step, loss, loss**0.8 * math.exp(draw.gauss(0, 0.5))) is None
-    assert spikes.judge(400, 1.5, 3.0).step == 400  # type: ignore[union-attr]
+        assert spikes.detect(step, loss, loss**0.8 * math.exp(draw.gauss(0, 0.5))) is None
+    assert spikes.detect(400, 1.5, 3.0).step == 400  # type: ignore[union-attr]
     again = SpikeDetector()
     for _ in range(8):
         again.begin(2.3, 1.0)
     for _ in range(60):
         again.learn(0.003 * math.exp(draw.gauss(0, 0.3)), 0.01 * math.exp(draw.gauss(0, 0.3)))
-    assert again.judge(61, 0.05, 0.6) is None
+    assert again.detect(61, 0.05, 0.6) is None

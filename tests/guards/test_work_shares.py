@@ -189,7 +189,7 @@ def test_a_division_is_refined_while_single_steps_vary() -> None:
     for step in range(60):
         counts, late = ranks.shares.counts, 0.03 if step % 20 < 10 else -0.03
         busy = (0.026 * counts[0], 0.0522 * counts[1] + late)
-        ranks.judge(step, step, [RankFigures(seconds, 0, 0, 0, 0, 0, 0, 0, 0, (0.0,), ()) for seconds in busy])
+        ranks.check(step, step, [RankFigures(seconds, 0, 0, 0, 0, 0, 0, 0, 0, (0.0,), ()) for seconds in busy])
     assert ranks.shares.counts == (16, 8)
     assert len(events) == 1
 

@@ -11,7 +11,7 @@ import pytest
 from helpers.command import Output
 
 from weft.job.load import parse_job
-from weft.launch.cluster_doctor import judge
+from weft.launch.cluster_doctor import check_reports
 
 REPORT = {
     "host": "a", "python": "3.11.7", "weft": "0.1.0", "torch": "2.13.0", "gpus": ["H100"] * 8, "driver": "550",
@@ -24,7 +24,7 @@ def statuses(second: dict[str, Any], **cluster: Any) -> dict[str, tuple[str, str
     """The checks of two nodes that are alike but for what is given for the second."""
     job = parse_job({"cluster": {"device": "h100-sxm", "nodes": 2, "devices_per_node": 8, **cluster}})
     reports = [{**REPORT, "node": 0}, {**REPORT, "node": 1, "host": "b", **second}]
-    return {c.name: (c.status, c.detail) for c in judge("slurm", job, 2, reports, {**REPORT, "node": -1})}
+    return {c.name: (c.status, c.detail) for c in check_reports("slurm", job, 2, reports, {**REPORT, "node": -1})}
 
 
 def test_good_cluster() -> None:
@@ -51,7 +51,7 @@ def test_what_is_wrong(second: dict[str, Any], name: str, text: str) -> None:
 
 
 def test_node_that_does_not_report() -> None:
-    (check,) = judge("ssh", parse_job({}), 2, [{**REPORT, "node": 0}], REPORT)
+    (check,) = check_reports("ssh", parse_job({}), 2, [{**REPORT, "node": 0}], REPORT)
     assert (check.status, check.detail) == ("fail", "1 of 2 nodes reported")
 
 

@@ -17,7 +17,7 @@ from weft.launch.rank_pool import RankPool
 from weft.planner import make_plan
 from weft.training.export import tokenizer_file
 from weft.verify.compare import Trace, compare
-from weft.verify.prove import Judge, _run, prove, small, with_layout
+from weft.verify.prove import LayoutChecker, _run, prove, small, with_layout
 
 
 def test_layouts_are_proven_and_refused(pool: RankPool) -> None:
@@ -119,14 +119,14 @@ def test_one_process_in_fp32_shows_what_rounding_explains(pool: RankPool, tmp_pa
     job = with_layout(make_job("precision=bf16"), {"dp_replicate": 1, "dp_shard": 1})
     plan = make_plan(job)[1]
     reference = _run(pool, job, 1, 1, str(tmp_path))
-    judge = Judge(pool, job, plan, 1, str(tmp_path), reference)
-    assert judge.verdict("", {"dp_replicate": 2, "dp_shard": 1}).verdict == "same" and judge.exact is None
-    judge.reference = replace(reference, gradients=[{n: 2 * g for n, g in reference.gradients[0].items()}])
-    found = judge.verdict("", {"dp_replicate": 2, "dp_shard": 1})
+    checker = LayoutChecker(pool, job, plan, 1, str(tmp_path), reference)
+    assert checker.verdict("", {"dp_replicate": 2, "dp_shard": 1}).verdict == "same" and checker.exact is None
+    checker.reference = replace(reference, gradients=[{n: 2 * g for n, g in reference.gradients[0].items()}])
+    found = checker.verdict("", {"dp_replicate": 2, "dp_shard": 1})
     assert found.verdict == "differs" and found.rounding_diff is not None and found.rounding_diff > 0
-    exact = judge.exact
+    exact = checker.exact
     assert exact is not None and not torch.equal(
         exact.gradients[0]["norm.weight"], reference.gradients[0]["norm.weight"]
     )
-    assert judge.verdict("", {"dp_replicate": 1, "dp_shard": 2, "zero": 3}).verdict == "differs"
-    assert judge.exact is exact
+    assert checker.verdict("", {"dp_replicate": 1, "dp_shard": 2, "zero": 3}).verdict == "differs"
+    assert checker.exact is exact

@@ -114,12 +114,12 @@ class FaultyStepper(Stepper):
         if not orders:
             return super().gradients(batches)
 
-        def strike(gradient: Tensor) -> Tensor:
+        def change(gradient: Tensor) -> Tensor:
             self._inject("backward")
             nan = [o for o in orders if o["kind"] == "nan" and self.orders and self.orders.first_time(o, step)]
             return gradient * float("nan") if nan else gradient
 
-        with in_backward(modules_of(self.state.model), strike):
+        with in_backward(modules_of(self.state.model), change):
             return super().gradients(batches)
 
     def update(self, grads: Gradients, lr: float) -> Any:
@@ -206,14 +206,14 @@ def modules_of(model: Any) -> list[nn.Module]:
 
 
 @contextmanager
-def in_backward(roots: list[nn.Module], strike: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Call `strike` with the gradient of the first layer that runs in this step."""
+def in_backward(roots: list[nn.Module], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Call `change` with the gradient of the first layer that runs in this step."""
     caught: list[Tensor] = []
 
     def watch(module: nn.Module, given: Any, made: Any) -> None:
         if not caught and isinstance(made, Tensor) and made.requires_grad and made.is_floating_point():
             caught.append(made)
-            made.register_hook(strike)
+            made.register_hook(change)
 
     handles = [m.register_forward_hook(watch) for root in roots for m in root.modules() if not list(m.children())]
     try:

@@ -29,7 +29,7 @@ class SourceFormat:
     read: Callable[[str, str], Settings]
     """The settings of a text; the second argument is the file's name, for messages."""
     detect: Callable[[str, Path], bool]
-    """Whether a text is in this format, which is also judged by the file's name."""
+    """Whether a text is in this format, which may also be known from the file's name."""
     table: Table
     ranks: Callable[[Settings], int | None] = lambda settings: None
     """The number of ranks that the settings ask for."""

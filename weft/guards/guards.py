@@ -152,7 +152,7 @@ class Guards:
         self.start_clock()
         return out
 
-    def judge(self, step: StepFigures, values: list[float]) -> list[RankFigures]:
+    def check(self, step: StepFigures, values: list[float]) -> list[RankFigures]:
         """Check a step from the figures of all ranks, and return them. May raise RollBack or end the run."""
         rows = self.table.rows(values)
         self._weights(step, rows)
@@ -166,7 +166,7 @@ class Guards:
         if not self.bad and step.taken:
             self._spikes(step)
         self._stalls(step, rows)
-        self.stragglers.judge(step.number, self.state.step, rows)
+        self.stragglers.check(step.number, self.state.step, rows)
         return rows
 
     def _finite(self, step: StepFigures) -> None:
@@ -209,7 +209,7 @@ class Guards:
             return
         if self.plan.alone:  # synchronization may change the loss of local replicas
             return
-        spike = self.spikes.judge(step.number, step.loss, step.norm)
+        spike = self.spikes.detect(step.number, step.loss, step.norm)
         if spike is None:
             return
         why = f"{spike.why}: the batch of step {spike.step} is undone and skipped"

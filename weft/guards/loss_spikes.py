@@ -16,7 +16,7 @@ from dataclasses import dataclass
 BASELINE_STEPS = 8
 """Values whose median is the expected next value."""
 WINDOW, MIN_SAMPLES = 64, 16
-"""Deviations kept, and how many are needed before a value is judged."""
+"""Deviations kept, and how many are needed before a value is scored."""
 LOSS_FLOOR = 0.25
 """A loss increase below this share of the loss is never a spike."""
 START_FLOOR = 0.05
@@ -39,20 +39,20 @@ class Deviations:
 
     def __init__(self) -> None:
         self.values: deque[float] = deque(maxlen=BASELINE_STEPS)
-        self.surprises: deque[float] = deque(maxlen=WINDOW)
+        self.deviations: deque[float] = deque(maxlen=WINDOW)
 
-    def judge(self, value: float, floor: float) -> float:
+    def score(self, value: float, floor: float) -> float:
         """The deviation relative to the limit; from 1 on it is a spike. 0 while too little is known."""
-        if len(self.surprises) < MIN_SAMPLES:
+        if len(self.deviations) < MIN_SAMPLES:
             return 0.0
-        middle = statistics.median(self.surprises)
-        spread = 1.4826 * statistics.median(abs(s - middle) for s in self.surprises)
-        limit = max(floor, 10 * spread, 3 * max(self.surprises))
+        middle = statistics.median(self.deviations)
+        spread = 1.4826 * statistics.median(abs(s - middle) for s in self.deviations)
+        limit = max(floor, 10 * spread, 3 * max(self.deviations))
         return (value - statistics.median(self.values)) / limit
 
     def add(self, value: float) -> None:
         if len(self.values) == BASELINE_STEPS:
-            self.surprises.append(value - statistics.median(self.values))
+            self.deviations.append(value - statistics.median(self.values))
         self.values.append(value)
 
 
@@ -88,17 +88,17 @@ class SpikeDetector:
         if len(self.first) < BASELINE_STEPS:
             self.first.append((loss, math.log(max(norm, 1e-30))))
 
-    def judge(self, step: int, loss: float, norm: float) -> Spike | None:
+    def detect(self, step: int, loss: float, norm: float) -> Spike | None:
         """The spike to undo after this step, or None; a normal step is added to the history."""
         size = math.log(max(norm, 1e-30))
         usual = statistics.median(self.loss.values) if self.loss.values else loss
         losses, norms = zip(*self.first, strict=True) if self.first else ((0.0,), (0.0,))
         floor = START_FLOOR * abs(statistics.median(losses))
         small = abs(usual) < floor
-        by_loss = self.loss.judge(loss, max(floor, LOSS_FLOOR * abs(usual)))
-        by_norm = 0.0 if small and size < max(norms) else self.norm.judge(size, NORM_FLOOR)
+        by_loss = self.loss.score(loss, max(floor, LOSS_FLOOR * abs(usual)))
+        by_norm = 0.0 if small and size < max(norms) else self.norm.score(size, NORM_FLOOR)
         joint = floor if small else JOINT_FLOORS[0] * abs(usual)
-        by_both = min(self.loss.judge(loss, joint), self.norm.judge(size, JOINT_FLOORS[1]))
+        by_both = min(self.loss.score(loss, joint), self.norm.score(size, JOINT_FLOORS[1]))
         if max(by_loss, by_norm, by_both) < 1:
             self.uneasy = step if by_norm > SUSPECT_SHARE else None
             self.learn(loss, norm)

@@ -100,7 +100,7 @@ class RankTimes:
         if self.count < again or self.ranks < 2:
             return found
         window = self.window(span_s)
-        found = judge(window, self.ranks, contention) if window else None
+        found = find_slow_rank(window, self.ranks, contention) if window else None
         self._judged[span_s] = (
             self.count + max(1, len(window) // WINDOW),
             found,
@@ -108,7 +108,7 @@ class RankTimes:
         return found
 
 
-def judge(window: Sequence[StepTime], ranks: int, contention: bool) -> SlowRank | None:
+def find_slow_rank(window: Sequence[StepTime], ranks: int, contention: bool) -> SlowRank | None:
     """The slowest rank of a window if it is slow; `contention` includes waits for a core."""
     mine = [typical(window, rank) - (0.0 if contention else contention_s(window, rank)) for rank in range(ranks)]
     rank = max(range(ranks), key=lambda r: mine[r])

@@ -47,7 +47,7 @@ class StragglerResponse:
         loader.shares = self.shares
         return loader
 
-    def judge(self, step: int, now: int, rows: list[RankFigures]) -> None:
+    def check(self, step: int, now: int, rows: list[RankFigures]) -> None:
         """Add a step's figures and respond; `now` is the last completed step."""
         seconds = max(row.busy + row.data + sum(row.waited) for row in rows)  # clocks differ a little
         self.seconds = [*self.seconds[-63:], seconds]

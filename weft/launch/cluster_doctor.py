@@ -26,7 +26,7 @@ MAX_CLOCK_S = 5.0
 
 
 def check_cluster(on: str, overrides: Sequence[str] = ()) -> list[Check]:
-    """Start a probe on each node of a target and judge what they report."""
+    """Start a probe on each node of a target and check what they report."""
     raw = apply_overrides({"name": f"weft-doctor-{os.getpid()}"}, overrides)
     target, section = resolve_target(on, dict(raw.get("cluster", {})))
     job = parse_job({**raw, "cluster": target.complete(section)})
@@ -48,7 +48,7 @@ def check_cluster(on: str, overrides: Sequence[str] = ()) -> list[Check]:
         with contextlib.suppress(OSError):
             request.run.path.parent.rmdir()  # if it is empty
     reports = [json.loads(line.partition(MARK)[2]) for line in output.splitlines() if MARK in line]
-    return judge(target.name, job, request.nodes, reports, facts(-1))
+    return check_reports(target.name, job, request.nodes, reports, facts(-1))
 
 
 def _plan(job: Job) -> Plan:
@@ -60,7 +60,9 @@ def _plan(job: Job) -> Plan:
     return Plan(kind, kind, "gloo", nodes=job.cluster.nodes, dp_replicate=ranks * job.cluster.nodes)
 
 
-def judge(target: str, job: Job, nodes: int, reports: list[dict[str, Any]], here: dict[str, Any]) -> list[Check]:
+def check_reports(
+    target: str, job: Job, nodes: int, reports: list[dict[str, Any]], here: dict[str, Any]
+) -> list[Check]:
     """The checks of a cluster, from the reports of its nodes; `here` describes this machine."""
     if len(reports) < nodes:
         missing = f"{len(reports)} of {nodes} nodes reported"

@@ -177,7 +177,7 @@ class StepMetrics:
         self.stop = Signals.decide(reported[:flags])
         loss = loss_sum / max(1, count)
         taken = math.isfinite(norm) and entry.step not in self.state.skipped_steps
-        rows = self.guards.judge(StepFigures(entry.step, loss, norm, taken, entry.loss_scale, count), reported[flags:])
+        rows = self.guards.check(StepFigures(entry.step, loss, norm, taken, entry.loss_scale, count), reported[flags:])
         self.state.tokens += count
         seconds = entry.start.seconds_until(entry.end)
         flops = self.sample_flops and self.sample_flops * self.job.train.ramp.batch(entry.step - 1)

@@ -228,9 +228,9 @@ def prove(
         open_pool(job, max(ranks(section) for _, section in named)) if pool is None else nullcontext(pool) as pool,
         tempfile.TemporaryDirectory(prefix="weft-prove-") as folder,
     ):
-        judge = Judge(pool, job, plan, steps, folder, _run(pool, reference_job, 1, steps, folder))
+        checker = LayoutChecker(pool, job, plan, steps, folder, _run(pool, reference_job, 1, steps, folder))
         for name, section in named:
-            verdict = judge.verdict(name, section)
+            verdict = checker.verdict(name, section)
             if verdict.verdict == "refused" and not layouts:
                 continue
             verdicts.append(verdict)
@@ -275,7 +275,7 @@ def describe_ranks(job: Job, world: int) -> str:
 
 
 @dataclass
-class Judge:
+class LayoutChecker:
     """Runs layouts and compares them with one process. In bf16 and fp16, after the first that differs, one process is
     also run in fp32, which shows how much rounding explains."""
 

@@ -32,7 +32,7 @@ def stage_costs(job: Job, plan: Plan, unit: float = 1.0) -> Costs:
 
 
 def simulated(job: Job, plan: Plan, unit: float = 1.0) -> Timeline:
-    """The time line of one step as the plan promises it."""
+    """The time line of one step as the plan predicts it."""
     if plan.pp == 1:
         options = [f"parallel.pp={degree} would make one" for degree in divisors(plan.world)[1:2]]
         raise JobError("; ".join(["this plan has no pipeline to draw", *options]))

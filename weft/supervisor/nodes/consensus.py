@@ -11,7 +11,7 @@ whatever the network does.
   reports that **every** node of the attempt has acknowledged. No node is excluded before lost_s of silence, which is
   longer, so an excluded node has no valid lease when the next attempt is claimed. Only clock rates are compared.
 - A decision sets lost_s for its attempt; within an attempt a node may only reduce its own. Every report has the lost_s
-  of its sender, and others use the newest one they received to judge its silence, so the rule above holds for each.
+  of its sender, and others use the newest one they received, so the rule above holds for each.
 """
 
 from __future__ import annotations
