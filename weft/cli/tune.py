@@ -29,10 +29,14 @@ def tune(
     as_json: AsJson = False,
 ) -> None:
     """Tune a job by trials: short runs, of which the best are continued. With --for speed, by measured steps."""
-    from weft.job.errors import JobError
+    from weft.job.errors import JobError, check_output_file
     from weft.job.load import load_job
     from weft.planner.advice.pinned_job import write_job
 
+    if out is not None:
+        check_output_file(out, "--out", "best.yaml")
+        if not out.absolute().parent.is_dir():
+            raise JobError(f"--out {out}: there is no folder {out.parent}")
     clean_up_on_interrupt()
     if goal == "speed":
         from weft.tune.speed import find_fastest

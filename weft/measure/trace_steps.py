@@ -27,8 +27,8 @@ def trace_job(
 ) -> tuple[int, Path, dict[str, Any]]:
     """Trace steps of a job in a run of its own, runs/NAME-trace. Returns exit code, file and summary."""
     file = (out or Path(job.runs_dir) / (job.name + SUFFIX) / "trace.json").absolute()
-    for path in (file, summary_path(file)):
-        check_output_file(path, "--out", "trace.json")
+    check_output_file(file, "--out", "trace.json")
+    check_output_file(summary_path(file), "--out", "trace.json")
     worker = ("weft.measure.trace_steps", str(steps), str(file))
     code, run, _ = short_run(job, nproc, SUFFIX, WARMUP_STEPS + steps, report, worker)
     if code:

@@ -140,6 +140,8 @@ def test_hostfiles(tmp_path: Path) -> None:
             read_hosts(str(file), [])
     with pytest.raises(JobError, match="there are no hosts"):
         read_hosts(None, [])
+    with pytest.raises(JobError, match="has more than 4 MiB"):
+        read_hosts("/dev/zero", [])
 
 
 def test_exit_code_of_several_nodes() -> None:

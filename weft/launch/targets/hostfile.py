@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from weft.job.cluster import Cluster
 from weft.job.errors import JobError
+from weft.job.text_file import MAX_BYTES
 
 NAME = re.compile(
     r"([A-Za-z0-9_][\w.-]*@)?([A-Za-z0-9_][\w.-]*|(?P<ipv6>[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f.]*(%\w+)?))"
@@ -32,9 +32,12 @@ def read_hosts(hostfile: str | None, hosts: list[str], default_slots: int = 1) -
     lines: list[tuple[str, str]] = [("cluster.hosts", text) for text in hosts]
     if hostfile is not None:
         try:
-            text = Path(hostfile).read_text(encoding="utf-8-sig")
+            with open(hostfile, encoding="utf-8-sig") as file:  # also a pipe, as of <(command)
+                text = file.read(MAX_BYTES + 1)
         except (OSError, UnicodeDecodeError) as error:
             raise JobError(f"cluster.hostfile={hostfile} cannot be read: {error}") from None
+        if len(text) > MAX_BYTES:
+            raise JobError(f"cluster.hostfile={hostfile} has more than {MAX_BYTES // 2**20} MiB, which is too large")
         lines += [(f"{hostfile} line {n}", line) for n, line in enumerate(text.splitlines(), 1)]
     found: dict[str, int] = {}
     for where, line in lines:
