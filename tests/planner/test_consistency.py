@@ -114,3 +114,6 @@ def test_runners_up_have_their_states_where_a_run_would_keep_them() -> None:
         assert printed["step_time_s"] == pytest.approx(other.raw_step_time_s, rel=1e-9), other.plan.layout()
         assert made.estimate["step_time_s"] <= other.raw_step_time_s * (1 + TIME_TOLERANCE)
         assert other.plan.homes and other.peak_gib <= made.found.estimator.limit_gib
+    axes = " ".join(f"{axis}={degree}" for axis, degree in other.plan.axes.items())
+    asked = why_not(made, f"{axes} zero={other.plan.zero} microbatch={other.plan.microbatch}")
+    assert (asked["step_time_s"], asked["peak_memory_gib"]) == (other.raw_step_time_s, other.peak_gib)

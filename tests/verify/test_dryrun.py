@@ -127,6 +127,26 @@ def test_median_error_of_the_peak() -> None:
     assert median(abs(peak_error(traced_case(index))) for index in range(len(CASES))) < 0.03
 
 
+T5: dict[str, Any] = {"family": "t5", "dim": 64, "layers": 2, "heads": 4, "ffn": 160, "vocab": 200}
+LATENT = {"head_dim": 24, "rope_dim": 8, "latent": {"q_rank": 32, "kv_rank": 16, "v_dim": 16}}
+PARTS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({**LLAMA, "norm_at": "both", "dropout": 0.1}, FULL),
+    ({**LLAMA, "activation": "swiglu_clamped", "sinks": True}, {}),
+    ({**LLAMA, "activation": "relu", "window": 16}, {}),
+    ({**LLAMA, "lora": {"rank": 2}}, {}),
+    ({**WIDE, **LATENT}, {}),
+    (T5, {}),
+    (T5, FULL),
+)
+"""Parts of models that keep tensors of their own, alone on a rank."""
+
+
+@pytest.mark.parametrize(("model", "memory"), PARTS)
+def test_peak_of_parts_of_models(model: dict[str, Any], memory: dict[str, Any]) -> None:
+    raw = {**BF16, **memory, "data": {"source": "synthetic", "seq_len": 256}, "train": {"global_batch": 2}}
+    assert abs(peak_error(traced(make(model, "1", **raw), 0))) < 0.05
+
+
 def test_large_worlds() -> None:
     raw = {
         "model": {**LLAMA, "layers": 4, "dim": 1024, "heads": 16, "kv_heads": 8},

@@ -31,6 +31,7 @@ from weft.planner.memory.tiers import (
     OFFLOAD_REASONS,
     RESIDENT,
     auto_offloads,
+    can_split,
     last_resorts,
     may_fit,
     place_states,
@@ -112,6 +113,8 @@ def _start_offloaded(job: Job, world: int | None) -> PlanStart:
         return start if job.memory.offload != "all" else _last_resort(start, ("all",))
     options = auto_offloads(job)
     for number, changed in enumerate(options):
+        if number and changed.get("split_master") and not can_split(job, start.plan.precision, start.world):
+            continue
         start = _start_plan(job.model_copy(update={"memory": job.memory.model_copy(update=changed)}), world)
         last = number == len(options) - 1
         if start.job.model.module or last or _fits(start):

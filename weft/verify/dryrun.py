@@ -85,8 +85,10 @@ def dryrun(job: Job, plan: Plan, rank: int = 0) -> DryRun:
             f"train.sync={plan.sync}: a dry run traces a step that sums gradients; train.sync=step would work"
         )
     if plan.tiered:
+        given, works = ("offload", "none") if job.memory.offload != "none" else ("states", "exact")
         raise JobError(
-            f"memory.offload={job.memory.offload}: a dry run traces states on the device; offload=none works"
+            f"memory.{given}={getattr(job.memory, given)}: a dry run traces whole states on the device; "
+            f"{given}={works} works"
         )
     mesh = fake_mesh(plan, rank)
     try:

@@ -23,6 +23,13 @@ def job(memory: dict[str, Any], **more: Any) -> Any:
     })  # fmt: skip
 
 
+def test_auto_offloads_states_of_a_pinned_layout_of_several_ranks() -> None:
+    several: dict[str, Any] = {"cluster": {"device": "h200", "devices_per_node": 2}, "parallel": {"dp_shard": 2}}
+    several["train"] = {"global_batch": 4, "microbatch": 1}
+    _, plan = make_plan(job({"offload": "auto", "device_gib": 45, "host_gib": 80}, **several))
+    assert plan.offload in ("states", "all") and not plan.split_master
+
+
 def test_auto_offloads_only_what_does_not_fit(tmp_path: Path) -> None:
     _, resident = make_plan(job({"offload": "auto", "disk": str(tmp_path), "disk_gib": 9}))
     assert (resident.offload, resident.tiered, resident.homes) == ("none", False, ())

@@ -18,9 +18,9 @@ from weft.planner.rules.known_rules import TP_RULES
 from weft.planner.rules.layout_syntax import parse_layout
 from weft.planner.schedules.known_schedules import SCHEDULE_NAMES, SCHEDULES, check_schedule
 from weft.planner.search.branch_and_bound import LayoutSearch
-from weft.planner.search.candidates import Layouts
 from weft.planner.search.space import job_space
-from weft.planner.search.survey import Survey
+from weft.planner.search.survey import Survey, placed
+from weft.planner.time.step import Estimates
 
 SETTINGS = ("dp_replicate", "dp_shard", "zero", "tp", "cp", "pp", "ep", "microbatch")
 
@@ -59,23 +59,24 @@ def why_not(made: Survey, text: str) -> dict[str, Any]:
         return {**answer, "verdict": "does not fit", "peak_memory_gib": need, "because": because}
     if not made.fits:
         return {**answer, "verdict": "fits", "because": f"{found.layouts.plan(0).layout()} would fit"}
-    return {**answer, **_beside(made, found.layouts.take([0]))}
+    chosen, other = (placed(made.start, each, 0) for each in (made.found, found))
+    if chosen is None or other is None:
+        because = "its states do not fit into the memories that memory.offload may use"
+        return {**answer, "verdict": "does not fit", "because": because}
+    return {**answer, **_beside(chosen[1], other[1], other[0].layout())}
 
 
-def _beside(made: Survey, other: Layouts) -> dict[str, Any]:
-    both = made.found.estimator.estimate(Layouts.join([made.found.layouts.take([0]), other]))
-    times, peaks = np.asarray(both.step_time_s), np.asarray(both.peak_gib)
-    best, time = float(times[0]), float(times[1])
+def _beside(chosen: Estimates, other: Estimates, layout: str) -> dict[str, Any]:
+    best, time, peak = float(chosen.step_time_s[0]), float(other.step_time_s[0]), float(other.peak_gib[0])
     gap = relative_difference(time, best)
-    layout = other.plan(0).layout()
-    facts = {"layout": layout, "step_time_s": time, "peak_memory_gib": float(peaks[1]), "slower": gap}
+    facts = {"layout": layout, "step_time_s": time, "peak_memory_gib": peak, "slower": gap}
     if gap == 0:
         return {**facts, "verdict": "as fast", "because": f"{layout} takes {seconds(time)}, as long as the chosen one"}
-    parts = {name: float(v[1] - v[0]) for name, v in both.time.items() if np.ndim(v)}
+    parts = {name: float(v[0] - chosen.time[name][0]) for name, v in other.time.items()}
     order = sorted(parts, key=lambda name: -parts[name])
-    more = [f"{seconds(parts[n])} more in {TIME_WORDS.get(n, n)}" for n in order[:2] if parts[n] > 0.02 * times[0]]
-    less = [f"{seconds(-parts[n])} less in {TIME_WORDS.get(n, n)}" for n in order[-1:] if parts[n] < -0.02 * times[0]]
-    because = f"its best form, {layout}, takes {seconds(time)} a step and {gib(float(peaks[1]))} GiB, "
+    more = [f"{seconds(parts[n])} more in {TIME_WORDS.get(n, n)}" for n in order[:2] if parts[n] > 0.02 * best]
+    less = [f"{seconds(-parts[n])} less in {TIME_WORDS.get(n, n)}" for n in order[-1:] if parts[n] < -0.02 * best]
+    because = f"its best form, {layout}, takes {seconds(time)} a step and {gib(peak)} GiB, "
     because += f"{slower_or_faster(time, best)}: " + ", ".join([*more, *less])
     return {**facts, "verdict": "slower" if gap > 0 else "faster", "because": because.rstrip(": ")}
 

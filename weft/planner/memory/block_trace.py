@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weft.job.schema import Model
+from weft.job.schema import Latent, Model
 from weft.planner.engine_constants import LOGITS_BYTES
 from weft.planner.memory.expert_trace import Mixture, routed_backward, routed_forward
 from weft.planner.memory.live_bytes import (
@@ -30,6 +30,9 @@ from weft.planner.memory.live_bytes import (
     out_of_region_backward,
 )  # fmt: skip
 from weft.planner.model.model_facts import Size
+
+NOISE_BYTES = 8
+"""Bytes of a random number that decides whether an element is dropped."""
 
 
 class BlockBytes(NamedTuple):
@@ -61,7 +64,7 @@ def block_bytes(m: Model, z: Sizes, mix: Mixture | None = None) -> BlockBytes:
     again.take(x=x, dy=x)
     _block_forward(again, m, z, mix)
     again.drop("out")
-    if mix is None:
+    if mix is None and not m.dropout and m.norm_at in (None, "input"):
         again.peak = again.live  # the forward pass that runs again stops before its last product
     _block_backward(again, m, z, mix)
     inner = 3 * x - again.at_expert_gradients
@@ -91,6 +94,8 @@ def selective_kept(m: Model, z: Sizes, mix: Mixture | None) -> Size:
 def _block_forward(t: LiveBytes, m: Model, z: Sizes, mix: Mixture | None) -> None:
     norm(t, m, z, "n", z.rows, z.dim)
     enter(t, z, "n")
+    if m.latent is not None:
+        _latents(t, m, z, m.latent)
     t.take(q=z.tokens * z.heads * z.c, k=z.tokens * z.kv * z.c, v=z.tokens * z.kv * z.c)
     if m.qk_norm:
         for name, wide in (("q", z.heads), ("k", z.kv)):
@@ -104,15 +109,62 @@ def _block_forward(t: LiveBytes, m: Model, z: Sizes, mix: Mixture | None) -> Non
         for name in (q, k):
             if not (m.qk_norm and z.fused):
                 t.drop(name)
+    t.flash(_attention_bytes(z, 1, 2, (FP32_BYTES + z.c / 2) * z.heads + 4 * z.c * z.kv))
     t.take(y=z.tokens * z.heads * z.c, lse=z.tokens * z.scores * FP32_BYTES)
     leave(t, z, "o")
     t.drop("n0")
+    _before_sum(t, m, z, "o", "on")
     t.take(x1=z.rows * z.dim * z.c)
     if not keeps_input(m, z):
         t.drop("x")
     t.drop("o")
     feed = _feed_forward if mix is None else partial(routed_forward, mix=mix)
     feed(t, m, z)
+
+
+def _latents(t: LiveBytes, m: Model, z: Sizes, latent: Latent) -> None:
+    """The normalised vectors from which queries, keys and values are expanded, and the values that the output reads."""
+    for name, rank in (("qa", latent.q_rank), ("kva", latent.kv_rank)):
+        if rank:
+            norm(t, m, z, name, z.tokens, rank)
+            if keeps_input(m, z):
+                t.take(**{f"{name}_x": z.tokens * rank * z.c})
+    if latent.v_dim < (m.head_dim or 0):
+        t.take(cut=z.tokens * z.scores * latent.v_dim * z.c)
+
+
+def _attention_bytes(z: Sizes, queries: int, keys: int, exchanged: Size) -> Size:
+    """Temporary bytes of attention: two tiles of scores and so many copies in fp32 without a fused kernel, and what is
+    exchanged for each token."""
+    copies = (z.tile > 0) * (z.c < FP32_BYTES) * FP32_BYTES * (queries * z.heads + keys * z.kv)
+    return 2 * z.tile + z.tokens * (copies + z.exchanged * exchanged)
+
+
+MORE_HIDDEN = {"swiglu_clamped": 3, "quick_gelu": 1, "relu": -1}
+"""Hidden tensors that an activation keeps besides its input and output; ReLU keeps only the latter."""
+
+
+def _before_sum(t: LiveBytes, m: Model, z: Sizes, name: str, normed: str) -> None:
+    """A norm of what is added to the residual stream, where inputs have norms too, and dropout."""
+    size = z.rows * z.dim
+    if m.norm_at == "both":
+        norm(t, m, z, normed, z.rows, z.dim)
+        t.drop(normed)
+        if keeps_input(m, z):
+            t.take(**{f"{normed}_x": size * z.c})
+    if m.dropout:
+        t.flash(4 * NOISE_BYTES * size)
+        t.take(**{f"{name}_mask": size})
+
+
+def _before_sum_backward(t: LiveBytes, m: Model, z: Sizes, name: str, normed: str) -> None:
+    if m.dropout:
+        t.flash(z.rows * z.dim * z.c)
+        t.drop(f"{name}_mask")
+    if m.norm_at == "both":
+        t.take(dadded=z.rows * z.dim * z.c)
+        norm_backward(t, m, z, normed, "dadded", z.rows, z.dim)
+        t.drop(f"{normed}_x")
 
 
 def _feed_forward(t: LiveBytes, m: Model, z: Sizes) -> None:
@@ -123,8 +175,13 @@ def _feed_forward(t: LiveBytes, m: Model, z: Sizes) -> None:
         t.take(g=hidden, s=hidden, u=hidden, p=hidden)
     else:
         t.take(u=hidden, p=hidden)
+    if (more := MORE_HIDDEN.get(m.activation or "", 0)) > 0:
+        t.take(more=more * hidden)
+    elif more:
+        t.drop("u")
     leave(t, z, "d")
     t.drop("n20")
+    _before_sum(t, m, z, "d", "dn_")
     t.take(out=z.rows * z.dim * z.c)
     t.drop("d")
     if not keeps_input(m, z):
@@ -135,13 +192,14 @@ def _feed_backward(t: LiveBytes, m: Model, z: Sizes) -> None:
     hidden, wide = z.tokens * z.ffn * z.c, z.tokens * z.dim * z.c
     matrix = z.dim * z.ffn * z.c
     t.drop("out")
+    _before_sum_backward(t, m, z, "d", "dn_")
     into_region_backward(t, z, "dd")
     t.take(dp=hidden)
     t.weight_gradient(matrix, z.retain)
-    t.drop("p", "dd")
+    t.drop("p", "dd", "dadded")
     if m.gated:
         t.take(ds=hidden, du=hidden)
-        t.drop("dp", "s", "u")
+        t.drop("dp", "s", "u", "more")
         t.take(dn=wide)
         t.weight_gradient(matrix, z.retain)
         t.drop("du")
@@ -154,7 +212,7 @@ def _feed_backward(t: LiveBytes, m: Model, z: Sizes) -> None:
         t.drop("dn2", "n2")
     else:
         t.take(du=hidden)
-        t.drop("dp", "u")
+        t.drop("dp", "u", "more")
         t.take(dn=wide)
         t.weight_gradient(matrix, z.retain)
         t.drop("du", "n2")
@@ -168,11 +226,13 @@ def _block_backward(t: LiveBytes, m: Model, z: Sizes, mix: Mixture | None) -> No
     norm_backward(t, m, z, "n2", "dn", z.rows, z.dim)
     t.flash(z.rows * z.dim * z.c)
     t.drop("dn", "x1")
+    _before_sum_backward(t, m, z, "o", "on")
     into_region_backward(t, z, "do")
     heads, kv = z.tokens * z.heads * z.c, z.tokens * z.kv * z.c
     t.take(da=heads)
     t.weight_gradient(z.dim * z.heads * z.c, z.retain)
-    t.drop("do")
+    t.drop("do", "dadded")
+    t.flash(_attention_bytes(z, 3, 4, (FP32_BYTES + z.c / 2) * z.heads + (4 * FP32_BYTES + 4 * z.c) * z.kv))
     t.take(dq=heads, dk=kv, dv=kv)
     q, k = ("qn", "kn") if m.qk_norm else ("q", "k")
     roped = m.positions == "rope"
@@ -185,7 +245,7 @@ def _block_backward(t: LiveBytes, m: Model, z: Sizes, mix: Mixture | None) -> No
         for name, grad, width in (("kn", "dk", z.kv), ("qn", "dq", z.heads)):
             norm_backward(t, m, z, name, grad, z.tokens * width / (m.head_dim or 1), m.head_dim or 1)
     t.take(dn=wide)
-    t.drop("dv")
+    t.drop("dv", *(f"{name}{end}" for name in ("qa", "kva") for end in ("", "_f", "_r", "_y", "_stats", "_x")), "cut")
     t.weight_gradient(2 * z.dim * z.kv * z.c, z.retain)
     t.flash(wide)
     t.drop("dk")

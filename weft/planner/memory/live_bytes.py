@@ -98,6 +98,10 @@ class Sizes:
     """One kernel for a norm (GPUs); on a CPU an RMS norm consists of several operators in fp32."""
     coded: bool = False
     """Whether saved activations are stored in fp8."""
+    exchanged: Size = 0.0
+    """1 where cp is above 1: keys and values, or all heads, are exchanged in attention."""
+    tile: Size = 0.0
+    """Bytes of scores that attention has at once where no fused kernel computes it."""
 
 
 CODED_BYTES = 1 + FP32_BYTES / ACTIVATION_SCALE_BLOCK
@@ -143,6 +147,8 @@ def norm(t: LiveBytes, m: Model, z: Sizes, out: str, rows: Size, width: int) -> 
     if z.c < FP32_BYTES:
         t.flash(size * (FP32_BYTES + z.c))
     t.take(**{out: size * z.c})
+    if t.frozen:  # only the gradient of its weight needs it
+        t.drop(f"{out}_y")
 
 
 def norm_backward(t: LiveBytes, m: Model, z: Sizes, out: str, grad: str, rows: Size, width: int) -> None:

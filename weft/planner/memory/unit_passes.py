@@ -11,7 +11,7 @@ from weft.job.schema import Job, Model
 from weft.planner.engine_constants import FP8_ALIGNMENT, FP8_LOGITS_CHUNKS, LOGITS_BYTES
 from weft.planner.memory.block_trace import BlockBytes, block_bytes, coded_pass, head_bytes, selective_kept
 from weft.planner.memory.expert_trace import Mixture
-from weft.planner.memory.live_bytes import CODED_BYTES, FP32_BYTES, PassBytes, Sizes
+from weft.planner.memory.live_bytes import CODED_BYTES, FP32_BYTES, PassBytes, Sizes, keeps_input
 from weft.planner.model.fp8 import delayed_scales, fp8_head_blocks
 from weft.planner.model.model_facts import Size
 from weft.planner.plan import Plan
@@ -60,6 +60,8 @@ class Passes:
         )  # fmt: skip
 
 
+MAX_SCORES = 1 << 24
+"""Scores that attention on a CPU holds at once (models/attention.py)."""
 PASS_FLAGS = ("fp32", "tp", "sequence", "retain", "ep", "sharded", "compiled", "long")
 """Flags that the passes of units depend on."""
 
@@ -113,7 +115,19 @@ def _sample_bytes(job: Job) -> float:
     return 8.0 + seq * (8 + 8 + 1 + (16 if job.data.separates_documents else 0))
 
 
-def _sizes(job: Job, layouts: Layouts, flags: dict[str, Any], plan: Plan) -> Sizes:
+def _tile(memory: PassTables, layouts: Layouts) -> Size:
+    """Bytes of scores at once on a CPU, in attention that needs the log-sum-exp: with sinks, or over cp."""
+    m, seq, plan = memory.job.model, memory.job.data.seq_len, memory.plan
+    cut = layouts.cp * (2 if plan.zigzag else 1) * (layouts.cp > 1)
+    keys = seq / np.maximum(cut, 1) if plan.cp_style != "ulysses" else seq + 0.0 * cut
+    scores = layouts.microbatch * (m.heads or 0) / layouts.tp * keys * keys
+    scores = scores / (layouts.cp if plan.cp_style == "ulysses" else 1)
+    used = (memory.device == "cpu") & (bool(m.sinks) | (layouts.cp > 1))
+    return used * FP32_BYTES * np.minimum(scores, MAX_SCORES)
+
+
+def _sizes(memory: PassTables, layouts: Layouts, flags: dict[str, Any]) -> Sizes:
+    job, plan = memory.job, memory.plan
     m, tp = job.model, layouts.tp
     tokens = layouts.microbatch * job.data.seq_len / layouts.cp
     head_dim, kv = m.head_dim or 0, m.kv_heads or 0
@@ -122,6 +136,7 @@ def _sizes(job: Job, layouts: Layouts, flags: dict[str, Any], plan: Plan) -> Siz
         heads=(m.heads or 0) * head_dim / tp, kv=np.maximum(kv / tp, min(1, kv)) * head_dim, scores=(m.heads or 0) / tp,
         ffn=(m.ffn or 0) / tp, c=FP32_BYTES if flags["fp32"] else 2, tp=flags["tp"], sequence=flags["sequence"],
         retain=flags["retain"], fused=plan.device == "cuda", coded=plan.activations == "fp8",
+        exchanged=(layouts.cp > 1) * 1.0, tile=_tile(memory, layouts),
     )  # fmt: skip
 
 
@@ -140,7 +155,7 @@ def _mixture(job: Job, layouts: Layouts, flags: dict[str, Any], guests: int) -> 
 def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, Any]) -> Passes:
     job, plan = memory.job, memory.plan
     m, seq = job.model, job.data.seq_len
-    z = _sizes(job, layouts, flags, plan)
+    z = _sizes(memory, layouts, flags)
     mix = _mixture(job, layouts, flags, plan.ep_copies)
     if flags["long"]:
         dense = _chunked_block(z)
@@ -150,14 +165,19 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
         dense = block_bytes(m, z)
     routed = block_bytes(m, z, mix) if mix is not None else None
     hidden = z.rows * z.dim * z.c
+    tables: Size = 0.0
     if m.is_encoder_decoder:
-        dense, routed = _stream_blocks(dense, z, seq, memory.device)
+        dense, routed, tables = _stream_blocks(m, dense, z, seq, memory.device)
         hidden = 2 * hidden
     rotary = float(FP32_BYTES * seq * (m.head_dim or 0)) * (layouts.microbatch if job.data.separates_documents else 1)
-    per_microbatch = (rotary if m.positions == "rope" else 8.0 * seq) + 0.0 * z.tokens
+    per_microbatch = (rotary if m.positions == "rope" else 8.0 * seq) + tables + 0.0 * z.tokens
     if job.data.separates_documents:
         per_microbatch = per_microbatch + layouts.microbatch * float(seq) * seq
         mask = layouts.microbatch * float(seq) * seq * z.c
+        dense, routed = _masked(dense, mask), _masked(routed, mask) if routed else None
+    elif m.window is not None and m.window < seq:  # a mask for each block with a window
+        share = sum(m.has_window(i) for i in range(m.layers or 0)) / (m.layers or 1)
+        mask = share * float(seq) * seq * (z.c + 0.0 * z.tokens)
         dense, routed = _masked(dense, mask), _masked(routed, mask) if routed else None
     vocab = np.ceil(m.outputs / layouts.tp)
     targets = layouts.microbatch * 1.0 if m.labels_samples else z.tokens
@@ -175,21 +195,23 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
     return Passes(dense, routed, begin, end, head_grad, hidden, per_microbatch, later)
 
 
-def _stream_blocks(block: BlockBytes, z: Sizes, seq: int, device: str) -> tuple[BlockBytes, BlockBytes]:
-    """A block of an encoder and one of a decoder. The host keeps scores and their softmax, since a bias is learned."""
-    scores = (2.0 if device == "cpu" else 0.0) * z.tokens * seq * z.scores * z.c
+def _stream_blocks(m: Model, block: BlockBytes, z: Sizes, seq: int, device: str) -> tuple[BlockBytes, BlockBytes, Size]:
+    """A block of an encoder and one of a decoder, and the bytes of both tables of scores by distance with a gradient.
+    Since these are learned, a CPU keeps scores and their softmax."""
+    tables = (device == "cpu") * float(seq) * seq * z.scores * z.c
+    scores = 2 * tables * z.tokens / seq
     x = z.rows * z.dim * z.c
-    cross = z.tokens * (2 * z.heads + 2 * z.kv) * z.c + 2 * x
+    wide = 0 if keeps_input(m, z) else 2 * FP32_BYTES / z.c
+    cross = z.tokens * (2 * z.heads + 2 * z.kv) * z.c + (3 + wide) * x
     stored = CODED_BYTES / z.c if z.coded else 1.0
 
     def larger(p: PassBytes, more: Size, stays: bool) -> PassBytes:
-        return replace(
-            p, kept=p.kept + more * stays * stored, forward=p.forward + more, backward=p.backward + more + scores
-        )
+        kept, again = (more * stored, 0.0) if stays else (0.0, more + scores / 2)
+        return replace(p, kept=p.kept + kept, forward=p.forward + more, backward=p.backward + again + 1.5 * scores)
 
     encoder = BlockBytes(*(larger(p, scores, i == 0) for i, p in enumerate(block)))
-    decoder = BlockBytes(*(larger(p, 2 * scores + cross, i == 0) for i, p in enumerate(block)))
-    return encoder, decoder
+    decoder = BlockBytes(*(larger(p, scores + cross, i == 0) for i, p in enumerate(block)))
+    return encoder, decoder, 3 * tables
 
 
 def _masked(block: BlockBytes, mask: Size) -> BlockBytes:

@@ -119,7 +119,7 @@ def survey(
     if len(found) == 0:
         return Survey(job, chosen, start, search, found, estimate, _goodput(job, chosen, 1.0))
     kept = _goodput(job, chosen, estimate["step_time_s"])
-    first, *rest = (_placed(start, found, int(i)) for i in found.best(top))
+    first, *rest = (placed(start, found, int(i)) for i in found.best(top))
     others = [_point(start, found, *each, compare(first[1], each[1])) for each in rest if each and first]
     others.sort(key=lambda point: point.raw_step_time_s)
     refused = tuple(text for rule in RUNNABLE if (text := rule(job, chosen)))
@@ -146,7 +146,7 @@ def run_cost(start: PlanStart, found: SearchResult, seconds: float, world: int) 
     return (None if price is None else price * world * hours), kwh
 
 
-def _placed(start: PlanStart, found: SearchResult, i: int) -> tuple[Plan, Estimates] | None:
+def placed(start: PlanStart, found: SearchResult, i: int) -> tuple[Plan, Estimates] | None:
     """Layout i and its estimate, with the homes of its states; None where these do not fit."""
     plan = replace(found.layouts.plan(i, start.plan), nodes=start.job.cluster.nodes)
     if not plan.tiered:
@@ -191,8 +191,8 @@ def _front(made: Survey, calibration: Calibration) -> tuple[Point, ...]:
             estimator = make_estimator(start.job, start.plan, start.world, start.device, start.memory_gib, calibration)
             found = LayoutSearch(plan_space(start.job, start.plan, start.world), estimator).find()
         if len(found):
-            placed = (_placed(start, found, i) for i in _front_indices(found))
-            points += [_point(start, found, *each) for each in placed if each]
+            made_here = (placed(start, found, i) for i in _front_indices(found))
+            points += [_point(start, found, *each) for each in made_here if each]
     return tuple(_sample_front(pareto_points(points)))
 
 

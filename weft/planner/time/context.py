@@ -57,13 +57,16 @@ def choose_style(
     return "ring", 1, f"{heads} heads and {kv_heads} key heads cannot be dealt out to {cp} ranks"
 
 
-def context_bytes(model: Model, plan: Plan, tokens: int, compute: int, group: int | None = None) -> dict[str, float]:
+def context_bytes(
+    model: Model, plan: Plan, tokens: int, compute: int, group: int | None = None, blocks: int | None = None
+) -> dict[str, float]:
     """Bytes one rank sends along cp in a step, by collective, for `tokens` sequences × padded tokens of the step.
 
-    The ring's depend on the group: the chunk at the end is needed by the groups before alone. Without one, the mean.
+    The ring's depend on the group: the chunk at the end is needed by the groups before alone. Without one, the mean,
+    and without `blocks` the mean of all stages.
     """
     ring, ulysses = plan.rings
-    d, layers = model.head_dim or 0, (model.layers or 0) / plan.pp
+    d, layers = model.head_dim or 0, (model.layers or 0) / plan.pp if blocks is None else blocks
     heads, kv = (model.heads or 0) // plan.tp, max(1, (model.kv_heads or 0) // plan.tp)
     again: float = {"none": 0, "full": 1, "selective": 1}.get(str(plan.recompute), 0)
     if isinstance(plan.recompute, int):

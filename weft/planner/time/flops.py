@@ -21,11 +21,16 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
     total = 0.0
     for stage in stages_of(plan, coords["pp"]):
         first, end, begins, ends = stage_range(model, plan, stage)
-        for shard in param_shards(model, plan, stage, coords):
+        shards = list(param_shards(model, plan, stage, coords))
+        recomputed = _recomputed(plan, first, end, model.layers or 1)
+        again = set(list(dict.fromkeys(s.weight.unit for s in shards if s.weight.unit))[:recomputed])
+        # the last product runs again only where something follows it
+        plain = not model.dropout and model.norm_at in (None, "input") and model.lora is None
+        for shard in shards:
             name, size = shard.weight.name, prod(shard.weight.on_tp(plan.tp, coords["tp"]))
             if shard.weight.experts and model.experts is not None:  # each token meets a few; load is taken as even
                 each = prod(shard.weight.shape[1:]) * model.experts.top_k
-                passes = (3.0 if shard.weight.trained else 2.0) + (1.0 if plan.recompute == "full" else 0.0)
+                passes = (3.0 if shard.weight.trained else 2.0) + (shard.weight.unit in again)
                 total += 2.0 * passes * samples * seq * each / plan.cp / plan.tp
                 continue
             if len(shard.weight.shape) != 2 or name.startswith(
@@ -42,7 +47,7 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
                 passes = 2.0 if name == "embed.weight" else 3.0  # patches need no gradient
             else:
                 tokens = samples * seq
-                passes += 1.0 if plan.recompute == "full" and not name.endswith("mlp.down.weight") else 0.0
+                passes += shard.weight.unit in again and not (plain and name.endswith("mlp.down.weight"))
                 if name.endswith("router.weight"):  # each rank routes its own tokens
                     tokens //= plan.tp
                 if model.is_stack:
@@ -51,12 +56,19 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
             total += 2.0 * passes * tokens * size / plan.cp
         if not model.is_stack:
             scores = 4.0 * samples * seq * seq * (model.heads or 0) * (model.head_dim or 0) / plan.tp / plan.cp
-            passes = 4.0 if plan.recompute == "full" else 3.0
-            total += passes * scores * sum(attention_share(model, i) for i in range(first, end))
-        for shard in param_shards(model, plan, stage, coords):
+            passes_of = {i: 4.0 if i < first + recomputed else 3.0 for i in range(first, end)}
+            total += scores * sum(passes * attention_share(model, i) for i, passes in passes_of.items())
+        for shard in shards:
             if not shard.weight.trained:
                 continue
             entry = OPTIMIZERS[job.optim.name].of(shard.for_optimizer)
             turns = prod(replica_axes(plan, shard.weight).values()) if entry.takes_turns else 1
             total += entry.flops(shard.for_optimizer) / turns
     return total
+
+
+def _recomputed(plan: Plan, first: int, end: int, layers: int) -> int:
+    """How many of a stage's blocks run again, the first of them, as in memory/recompute.py."""
+    if isinstance(plan.recompute, str):
+        return end - first if plan.recompute == "full" else 0
+    return end * plan.recompute // layers - first * plan.recompute // layers

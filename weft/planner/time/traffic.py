@@ -96,7 +96,12 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
     _optimizer_traffic(job, plan, chain.from_iterable(shards_of_stages.values()), out)
     if plan.cp > 1:
         seen = plan.microbatch * plan.accumulation * job.data.seq_len
-        sent = context_bytes(job.model, plan, seen, plan.compute_bytes, coords["cp"] // plan.cp_group)
+        group, (ring, _) = coords["cp"] // plan.cp_group, plan.rings
+        blocks = sum(end - first for first, end, *_ in (stage_range(job.model, plan, stage) for stage in stages))
+        sent = context_bytes(job.model, plan, seen, plan.compute_bytes, group, blocks)
+        if ring > 1:  # the other end of the sequence receives as much as this one sends
+            other = context_bytes(job.model, plan, seen, plan.compute_bytes, ring - 1 - group, blocks)
+            out["cp"]["recv"] += round(other["send"])
         whole = {"all_to_all": plan.cp_group / max(1, plan.cp_group - 1)}  # with what a rank keeps of its own
         for kind, amount in sent.items():
             out["cp"][kind] += round(amount * whole.get(kind, 1))
