@@ -144,3 +144,10 @@ def test_private_torch_names_live_in_internals_modules() -> None:
                 imported = [alias.name for alias in node.names]
             private = [x for x in imported if x.startswith("torch.") and any(p.startswith("_") for p in x.split("."))]
             assert not private, f"{name} imports {private[0]}; put it into a module named *_internals.py"
+
+
+def test_internals_modules_have_tests() -> None:
+    """Each is named in a test, which fails with a sentence when torch moves a name."""
+    named = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    without = [name for name, path in modules().items() if path.stem.endswith("internals") and path.stem not in named]
+    assert not without, f"no test of {', '.join(without)}"

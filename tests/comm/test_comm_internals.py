@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from weft.comm import dtensor_internals, fake_internals
+from weft.comm import dtensor_internals, fake_internals, point_to_point_internals
 from weft.comm.teardown import leave
 
 MOVED = "torch moved a private name that weft/comm/{} uses: {}"
@@ -70,3 +71,29 @@ def test_caches_of_dtensor_are_found_and_cleared(fake_ranks: None) -> None:
 def test_leave_without_groups() -> None:
     leave()
     assert not dist.is_initialized()
+
+
+def test_groups_of_a_failed_batch_are_closed() -> None:
+    names = [(dist.ProcessGroup, "_get_backend")]
+    names += [(dist.ProcessGroupNCCL, "_group_end")] if dist.is_nccl_available() else []
+    missing = [name for owner, name in names if not hasattr(owner, name)]
+    assert not missing, MOVED.format("point_to_point_internals.py", missing)
+
+    class Backend:
+        open = 2
+
+        def _group_end(self) -> None:
+            if not self.open:
+                raise RuntimeError("no group is open")
+            self.open -= 1
+
+    class Group:
+        backend = Backend()
+
+        def _get_backend(self, device: torch.device) -> Backend:
+            return self.backend
+
+    failing = SimpleNamespace(group=Group(), tensor=torch.ones(1))  # torch refuses it: it is no P2POp
+    with pytest.raises(Exception, match="P2POp"):
+        point_to_point_internals.batch_isend_irecv([failing])  # type: ignore[list-item]
+    assert failing.group.backend.open == 0
