@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -224,6 +225,30 @@ def test_messages_that_nobody_reads(folder: Path, target: str) -> None:
     command = [sys.executable, "-m", "weft", "plan", "nothing"]
     assert subprocess.run(command, cwd=folder, env=ENV, stderr=write).returncode == Exit.JOB
     os.close(write)
+
+
+def test_control_characters_of_a_run_are_not_printed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A run folder from somewhere else cannot write anywhere in the terminal."""
+    shutil.copytree(Path(__file__).parents[1] / "training" / "run-0.1.0", folder / "runs" / "old")
+    logs = folder / "runs" / "old" / "logs"
+    logs.mkdir(exist_ok=True)
+    odd = "\x1b]0;title\x07\x9b"
+    failure = {"rank": 0, "position": odd, "time": 1.0, "kind": "ValueError", "message": f"wrong {odd}", "where": odd}
+    flags = {"expected": False, "echo": False, "machine": False, "code": 1}
+    (logs / "failure-0.json").write_text(json.dumps(failure | flags), encoding="utf-8")
+    events = logs.parent / "events.jsonl"
+    lines = events.read_text(encoding="utf-8").splitlines(keepends=True)
+    events.write_text("".join(line for line in lines if json.loads(line)["event"] not in ("done", "stop")), "utf-8")
+    (logs / "rank-0.log").write_text(f"line {odd}\n", encoding="utf-8")
+    for args, text in (
+        (("diagnose", "old"), "wrong ·"), (("logs", "old", "--rank", "0"), "line ·]0;title··\n"),
+        (("plan", f"{odd}.yaml"), "·]0;title··.yaml"),
+    ):  # fmt: skip
+        result = run(monkeypatch, capfd, *args)
+        assert text in result.out + result.err
+        assert not set(odd[:1] + odd[-2:]) & set(result.out + result.err)
 
 
 def test_characters_that_the_terminal_lacks(folder: Path) -> None:

@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.common import AsJson, JobArg, Nproc, Overrides, RunArg, clean_up_on_interrupt, print_json, print_stderr
+from weft.cli.common import (
+    AsJson,
+    JobArg,
+    Nproc,
+    Overrides,
+    RunArg,
+    clean_up_on_interrupt,
+    print_json,
+    print_stderr,
+    printable,
+)
 
 
 def trace(
@@ -56,4 +66,4 @@ def diagnose(run: RunArg, as_json: AsJson = False) -> None:
     if as_json:
         print_json({"findings": [finding.to_json() for finding in findings]})
     else:
-        print("\n".join(sentences(findings, found)).rstrip())
+        print(printable("\n".join(sentences(findings, found)).rstrip(), keep="\n"))

@@ -29,9 +29,15 @@ INTERRUPT_AGAIN_S = 0.05
 def print_stderr(text: str) -> None:
     """Print a line for people, so that stdout holds only results. A run does not end because nobody reads them."""
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text, keep="\n\r\t"), file=sys.stderr, flush=True)
     except OSError:
         flush_or_discard(sys.stderr)
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Text without control characters, except those in `keep`: a run folder from somewhere else could use them to write
+    anywhere in the terminal."""
+    return "".join(c if c.isprintable() or c in keep else "·" for c in text)
 
 
 def flush_or_discard(stream: Any) -> None:

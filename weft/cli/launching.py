@@ -8,7 +8,16 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.common import AsJson, JobArg, Overrides, RunArg, clean_up_on_interrupt, print_json, print_stderr
+from weft.cli.common import (
+    AsJson,
+    JobArg,
+    Overrides,
+    RunArg,
+    clean_up_on_interrupt,
+    print_json,
+    print_stderr,
+    printable,
+)
 
 RunsDir = Annotated[str, typer.Option("--runs-dir", help="Folder of all runs.")]
 
@@ -86,7 +95,7 @@ def logs(
     from weft.launch.run_list import read_logs
 
     for data in read_logs(run, rank, runs_dir):
-        sys.stdout.write(data.decode(errors="replace"))
+        sys.stdout.write(printable(data.decode(errors="replace"), keep="\n\r\t"))
 
 
 def stop(

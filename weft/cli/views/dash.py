@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.cli.common import printable
 from weft.watch.dash.run_catalog import RunCatalog, RunEntry
 from weft.watch.dash.run_details import read_events
 from weft.watch.progress import duration, human
@@ -78,7 +79,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     """The texts of a run's row, by column."""
     steps = f"/{row['steps']:.0f}" if row["steps"] else ""
     return {
-        "run": _printable(row["name"]), "status": row["status"],
+        "run": printable(row["name"]), "status": row["status"],
         "step": f"{'–' if row['step'] is None else row['step']}{steps}", "loss": _form("{:.4g}", row["loss"]),
         "val": _form("{:.4g}", row["val_loss"]), "tokens/s": human(row["tokens_per_s"]),
         "MFU": _form("{:.1%}", row["mfu"]), "memory": _form("{:.2f} GiB", row["peak_memory_gib"]),
@@ -102,7 +103,7 @@ def _curves(entry: RunEntry, width: int) -> Iterable[RenderableType]:
     from rich.text import Text
 
     columns = entry.series.query(points=2000)["columns"]
-    yield Text(_printable(entry.name), style="bold underline")
+    yield Text(printable(entry.name), style="bold underline")
     for key, form in CURVES.items():
         values = [v for v in columns.get(key, ()) if v is not None]
         if values:
@@ -113,7 +114,7 @@ def _curves(entry: RunEntry, width: int) -> Iterable[RenderableType]:
         step = "" if event["step"] is None else f" step {event['step']:.0f}"
         tone = "red" if event["event"] in ("fault", "diverged", "failed", "alert") else "dim"
         line = f"{event['time'][11:19]} {event['event']}{step}  {event['text']}"
-        yield Text(_printable(line)[: width - 1], style=tone)
+        yield Text(printable(line)[: width - 1], style=tone)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -131,8 +132,3 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 def _form(form: str, value: Any) -> str:
     return "–" if value is None else form.format(value)
-
-
-def _printable(text: str) -> str:
-    """Text without control characters, which a run folder could use to write elsewhere in the terminal."""
-    return "".join(c if c.isprintable() else "·" for c in text)
