@@ -56,7 +56,7 @@ def test_all_reports_of_a_job_agree(part: int, monkeypatch: pytest.MonkeyPatch) 
     for name in ("reasons", "gains_of_other_settings"):  # further searches, which take most of the time
         monkeypatch.setattr(f"weft.planner.search.survey.{name}", lambda *args, **kwargs: [])
     machine = probe()
-    for module in ("make_plan", "estimate"):
+    for module in ("make_plan", "job_estimate"):
         monkeypatch.setattr(import_module(f"weft.planner.{module}"), "probe", lambda: machine)
     rng, made = random.Random(part), 0
     while made < JOBS // PARTS:
