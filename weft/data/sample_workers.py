@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -171,7 +172,7 @@ def _work(
         except (EOFError, ConnectionResetError):
             os._exit(0)
         try:
-            result: Any = _stored(_stacked(dataset, chunk, in_epoch), slots[slot])
+            result: Any = _read_into(dataset, chunk, in_epoch, slots[slot])
         except BaseException as error:  # raised again in the rank
             result = error
         try:
@@ -180,28 +181,33 @@ def _work(
             pipe.send((chunk, slot, RuntimeError(f"{type(result).__name__}: {result}")))
 
 
-def _stacked(dataset: Dataset, chunk: SampleChunk, in_epoch: int) -> Arrays | None:
-    samples = [
-        {key: np.asarray(v) for key, v in read_sample(dataset, int(k), int(i), in_epoch).items()}
-        for k, i in zip(chunk.ids, chunk.indices, strict=True)
-    ]
-    shapes = {key: (v.shape, v.dtype) for key, v in samples[0].items()}
-    if any({key: (v.shape, v.dtype) for key, v in s.items()} != shapes for s in samples):
-        return None
-    return {key: np.stack([s[key] for s in samples]) for key in shapes}
+def _samples(dataset: Dataset, chunk: SampleChunk, in_epoch: int) -> Iterator[Arrays]:
+    for k, i in zip(chunk.ids, chunk.indices, strict=True):
+        yield {key: np.asarray(v) for key, v in read_sample(dataset, int(k), int(i), in_epoch).items()}
 
 
-def _stored(arrays: Arrays | None, slot: memoryview) -> Any:
-    """Where in the slot each array was copied to; the arrays themselves if they do not fit."""
-    if arrays is None:
-        return None
+def _shapes(sample: Arrays) -> dict[str, Any]:
+    return {key: (v.shape, v.dtype) for key, v in sample.items()}
+
+
+def _read_into(dataset: Dataset, chunk: SampleChunk, in_epoch: int, slot: memoryview) -> Any:
+    """Read the samples of a chunk into a slot, one after the other: where in it each array is. The arrays themselves if
+    they do not fit, None if samples differ in shape."""
+    samples = _samples(dataset, chunk, in_epoch)
+    first, count = next(samples), len(chunk.ids)
     places, at = [], 0
-    for key, array in arrays.items():
-        places.append((key, array.dtype.str, array.shape, at))
-        at += -(-array.nbytes // 64) * 64
+    for key, array in first.items():
+        places.append((key, array.dtype.str, (count, *array.shape), at))
+        at += -(-array.nbytes * count // 64) * 64
+    whole = chain((first,), samples)
     if at > len(slot):
-        return arrays
-    memory = np.frombuffer(slot, np.uint8)
-    for (_, _, _, start), array in zip(places, arrays.values(), strict=True):
-        memory[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        read = list(whole)
+        same = all(_shapes(sample) == _shapes(first) for sample in read)
+        return {key: np.stack([sample[key] for sample in read]) for key in first} if same else None
+    held = {key: np.frombuffer(slot, np.dtype(d), int(np.prod(shape)), a).reshape(shape) for key, d, shape, a in places}
+    for number, sample in enumerate(whole):
+        if _shapes(sample) != _shapes(first):
+            return None
+        for key, array in sample.items():
+            held[key][number] = array
     return places
