@@ -181,6 +181,7 @@ def test_files_of_a_run(run: RunDir) -> None:
         (("prove", "job.yaml", "--steps", "0"), "Invalid value for '--steps'"),
         (("generate", "tinny"), "weft: no run is at tinny or runs/tinny; did you mean tiny?"),
         (("report", "nothing"), "weft: no run is at nothing or runs/nothing; runs here: tiny"),
+        (("report", "/nothing"), "weft: no run is at /nothing; runs here: tiny"),
         (("export", "tiny", "--to", "onnx"), "weft: --to 'onnx' is not a known format; use safetensors"),
         (("export", "tiny", "--dtype", "int4"), "weft: --dtype 'int4' is not supported; use fp32, bf16, fp16"),
         (("data",), "Usage: weft data"),

@@ -84,10 +84,11 @@ class RunDir:
 
 def find_run(name: str, runs_dir: str = "runs", files: tuple[str, ...] = ("job.yaml",)) -> RunDir:
     """The run of a RUN argument: a folder with one of these files, or a name below runs_dir."""
-    for path in (Path(name), Path(runs_dir) / name):
+    places = dict.fromkeys((Path(name), Path(runs_dir) / name))  # one, if the name is an absolute path
+    for path in places:
         if any((path / file).is_file() for file in files):
             return RunDir(path)
     known = [p.parent.name for p in Path(runs_dir).glob("*/job.yaml")]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"runs here: {', '.join(sorted(known)) or 'none'}"
-    raise JobError(f"no run is at {name} or {Path(runs_dir) / name}; {hint}")
+    raise JobError(f"no run is at {' or '.join(map(str, places))}; {hint}")
