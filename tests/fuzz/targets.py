@@ -438,6 +438,32 @@ def tables(rng: random.Random, folder: Path) -> None:
         run_case(lambda read=read: _ignore(read()))  # type: ignore[misc]
 
 
+def pretrained(rng: random.Random, folder: Path) -> None:
+    """A config.json of a published checkpoint with random damage."""
+    from weft.pretrained.config import read_fields
+
+    raw = rng.choice(_configs())
+    for _ in range(rng.randint(1, 3)):
+        raw = mutate_json(rng, raw)
+    if isinstance(raw, dict):
+        run_case(lambda: _ignore(read_fields(raw, "config.json")))
+
+
+@cache
+def _configs() -> list[dict[str, Any]]:
+    """Configs of some families."""
+    from weft.job.shapes import resolve
+    from weft.pretrained.config import write_config
+
+    sizes = {"dim": 16, "layers": 2, "heads": 2, "ffn": 32, "vocab": 64, "max_len": 128}
+    scaling = {"rope_scaling": {"kind": "linear", "factor": 2.0}}
+    experts = {"experts": {"count": 4, "top_k": 2, "ffn": 32}}
+    llamas = [{"family": "llama", **more} for more in ({}, scaling, experts)]
+    kinds: list[dict[str, Any]] = [{"family": "gpt2"}, *llamas]
+    models = [resolve(parse_job({"name": "x", "model": {**sizes, **kind}})).model for kind in kinds]
+    return [write_config(model) for model in models]
+
+
 # ---- wire
 
 
@@ -487,6 +513,7 @@ TARGETS: dict[str, Target] = {
         Target("checkpoint", checkpoint),
         Target("side_files", side_files),
         Target("tables", tables),
+        Target("pretrained", pretrained),
         Target("wire", wire),
     )
 }

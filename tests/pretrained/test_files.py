@@ -92,7 +92,10 @@ def test_cached_hub_name(folder: Path, tmp_path: Path, monkeypatch: pytest.Monke
         ({"quantization_config": {"bits": 4}}, "has quantization_config="),
         ({"hidden_size": "64; import os"}, "has hidden_size='64; import os'; Weft needs a whole number above 0"),
         ({"hidden_size": 10**12}, "has hidden_size=1000000000000; Weft needs"),
-        ({"num_hidden_layers": 10**8}, "describes a model that Weft cannot build"),
+        (
+            {"num_hidden_layers": 10**8},
+            "has num_hidden_layers=100000000; Weft needs a whole number above 0 and at most 10000",
+        ),
         ({"hidden_size": 2**19, "vocab_size": 2**26}, "describes a model of .* parameters, and its weights have"),
         ({"head_dim": 16}, r"as \[64, 64\], and its config asks for \[128, 64\]"),
         ({"num_hidden_layers": 6}, "has no tensor model.layers.5"),

@@ -82,6 +82,8 @@ def test_logits(name: str, tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "proportional"}}, "has rope_scaling type='proportional'; Weft"),
         ({"quantization_config": {"quant_method": "gptq"}}, "has quantization_config=.*; Weft needs none or mxfp4"),
         ({"rope_parameters": {"rope_type": {"a": 1}}}, "has rope_scaling type=.*; Weft needs"),
+        ({"num_hidden_layers": 2**31}, "has num_hidden_layers=2147483648; Weft needs a whole number above 0 and"),
+        ({"architectures": 5}, "has architectures=5; Weft needs a list of names"),
         ({"rope_theta": float("nan")}, "has rope_theta=nan; Weft needs a finite number"),
         ({"layer_types": ["chunked_attention"] * 3}, "has layer_types='chunked_attention'; Weft needs full_attention"),
     ],

@@ -43,6 +43,8 @@ def read_fields(raw: Mapping[str, Any], where: str) -> tuple[PretrainedFamily, F
         hint = did_you_mean(kind, kinds) if isinstance(kind, str) else ""
         raise JobError(f"{where} has model_type={kind!r:.80}; Weft reads {listed(kinds)}{hint}")
     classes = raw.get("architectures") or [known[0].architecture]
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        raise JobError(f"{where} has architectures={classes!r:.80}; Weft needs a list of names")
     exact = [family for family in known if family.architecture in classes]
     family = next(iter(exact or [family for family in known if not {*family.also_reads}.isdisjoint(classes)]), None)
     if family is None:

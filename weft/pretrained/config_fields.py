@@ -40,6 +40,9 @@ NULL_KEYS = frozenset(("q_lora_rank", "sliding_window"))
 """Keys that are null in a model without the feature; left out, they have a default of the family."""
 
 
+MAX_LAYERS = 10_000
+
+
 class Config:
     """The keys of a config.json, of which converters take what they know."""
 
@@ -54,10 +57,10 @@ class Config:
         return default if found is None else found
 
     def number(self, key: str, default: int | None = None) -> int:
-        """A whole number above 0."""
-        found = self.take(key, default)
-        if type(found) is not int or not 0 < found <= 2**31:
-            raise self.wrong(key, found, "a whole number above 0")
+        """A whole number above 0; lists are made of numbers of layers."""
+        found, most = self.take(key, default), MAX_LAYERS if "layer" in key else 2**31
+        if type(found) is not int or not 0 < found <= most:
+            raise self.wrong(key, found, f"a whole number above 0{f' and at most {most}' if most < 2**31 else ''}")
         return found
 
     def wrong(self, key: str, value: Any, expected: str) -> JobError:
