@@ -2,16 +2,17 @@
 
     python bench/loader.py [--images 256] [--rounds 3] [--workers 2]
 
-"read" calls the dataset alone, for every image of a round in one process: what a core needs at least. "workers" and
-"rank" are the worker processes and the main process of the loader for the same images, without what the first batch
-needs more, such as the start of the processes. The share is that of reading in the time of the workers. Processor time,
-and not images a second, so that other programs on the machine hardly change it.
+"read" calls the dataset alone, for every image of a round in as many processes at once: what the cores need at least.
+"workers" and "rank" are the worker processes and the main process of the loader for the same images. All are without
+what the first batch needs more, such as the start of the processes. The share is that of reading in the time of the
+workers. Processor time, and not images a second, so that other programs on the machine hardly change it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing as mp
 import resource
 import statistics
 import tempfile
@@ -46,12 +47,21 @@ def processor_s(who: int) -> float:
     return used.ru_utime + used.ru_stime
 
 
-def read(job: Job, first: int, count: int) -> float:
-    """Seconds for these images without a loader."""
-    data, began = open_dataset(job), processor_s(resource.RUSAGE_SELF)
-    for index in sample_index(0, np.arange(first, first + count), data.train_len):
-        data.train(int(index))
-    return processor_s(resource.RUSAGE_SELF) - began
+def read(job: Job, first: int, steps: int, workers: int) -> float:
+    """Seconds of processes that read these images without a loader."""
+
+    def part(number: int) -> None:
+        data = open_dataset(job)
+        for index in sample_index(0, np.arange(first + number, first + steps * BATCH, workers), data.train_len):
+            data.train(int(index))
+
+    began = processor_s(resource.RUSAGE_CHILDREN)
+    processes = [mp.get_context("fork").Process(target=part, args=(number,)) for number in range(workers)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return processor_s(resource.RUSAGE_CHILDREN) - began
 
 
 def load(job: Job, first: int, steps: int, workers: int) -> np.ndarray:
@@ -85,7 +95,8 @@ def main() -> None:
             steps = args.images // BATCH
             first, count = number * (steps + 1) * BATCH, steps * BATCH
             loaded = load(job, first, steps + 1, args.workers) - load(job, first, 1, args.workers)
-            alone, (workers, rank) = read(job, first, count), loaded
+            alone = read(job, first, steps + 1, args.workers) - read(job, first, 1, args.workers)
+            workers, rank = loaded
             shares.append(alone / workers)
             times = {"read_ms": alone, "workers_ms": workers, "rank_ms": rank}
             row = {name: round(1e3 * value / count, 3) for name, value in times.items()}
