@@ -67,10 +67,12 @@ BF16: dict[str, Any] = {"precision": "bf16"}
 FULL, SELECTIVE, TWO_BLOCKS = ({"memory": {"recompute": option}} for option in ("full", "selective", 2))
 CODED: dict[str, Any] = {"memory": {"activations": "fp8"}}
 SGD, MUON, ADAFACTOR, LARS, LAMB = ({"optim": {"name": n}} for n in ("sgd", "muon", "adafactor", "lars", "lamb"))
+ONE: dict[str, Any] = {"train": {"global_batch": 2, "microbatch": 2}}
 EMA: dict[str, Any] = {"train": {"global_batch": 12, "microbatch": 2, "ema": 0.9}}
 CASES: tuple[tuple[dict[str, Any], str, int, dict[str, Any]], ...] = (
     (LLAMA, "1", 0, {}),
     (LLAMA, "1", 0, BF16 | SELECTIVE | MUON),
+    (LLAMA, "1", 0, BF16 | ONE | SGD),
     (LLAMA, "ddp2", 1, BF16 | FULL | SGD),
     (LLAMA, "dp_shard=3 zero1", 2, EMA),
     (GPT2, "dp_shard=3 zero2 tp=2", 3, BF16 | MUON),

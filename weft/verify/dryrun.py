@@ -132,7 +132,7 @@ def trace(job: Job, plan: Plan, mesh: Mesh, copied: frozenset[str] = frozenset()
     parts = {
         "parameters": _bytes(master_params),
         "copies": _bytes(weights) if plan.precision != "fp32" else 0,
-        "gradients": _bytes(m.grad for m in master_params if m.grad is not None),
+        "gradients": _bytes(p.grad for p in state.model.grad_params.values() if p.grad is not None),
         "optimizer": _bytes(state.optimizers.state().values()),
         "average": _bytes(state.ema.averages.values()),
     }

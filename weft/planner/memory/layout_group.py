@@ -192,6 +192,8 @@ class LayoutGroup:
             "gradients": bytes_["gradients"] - self.block_gradients(held),
             "update": np.maximum(held.scratch, (width if self.flags["tp"] else 0) * held.partial),
         }  # fmt: skip
+        if self.flags["alone"] and not self.plan.tiered and not self._fused:  # torch's optimizers take them in fp32
+            out["update"] += FP32_BYTES * held.trained_whole
         if self.plan.gradient_home == "host":  # those of the pieces that are updated and come next
             out["update"] += 2 * width * np.minimum(held.held, STREAMED_PIECE_ELEMENTS)
         if self.plan.tiered:
@@ -211,12 +213,16 @@ class LayoutGroup:
             for row in ("gathered", "trained_gathered", "trained_padded")
         }
 
+    @property
+    def _fused(self) -> bool:
+        """Whether one kernel updates a weight from its gradient as it is."""
+        return self.plan.device == "cuda" and self.job.optim.name == "adamw"
+
     def _piece_bytes(self, held: Size, blocks: bool = False) -> Size:
         """Temporary bytes of the update of a piece: its master weights and gradients in fp32 if they are not, and its
         states if they are decoded and encoded."""
         piece, plan, optim = piece_elements(self.job, self.plan.world, held, blocks), self.plan, self.job.optim
-        fused = plan.device == "cuda" and optim.name == "adamw"
-        size = 2 * FP32_BYTES * piece * (plan.split_master and not fused)
+        size = 2 * FP32_BYTES * piece * (plan.split_master and not self._fused)
         if plan.states == "exact":
             return size
         moments = OPTIMIZERS[optim.name].state_per_parameter(optim)
