@@ -88,6 +88,8 @@ CASES: tuple[tuple[dict[str, Any], str, int, dict[str, Any]], ...] = (
     (DEEP, "pp2 interleaved-1f1b", 0, BF16 | TWO_BLOCKS | ADAFACTOR),
     (LLAMA, "pp2 zbv dp_shard=2", 2, LAMB),
     (LLAMA, "pp2 zb-h1 tp=2", 1, FULL | LARS),
+    (DEEP, "pp4 zb-h1", 3, BF16),
+    (DEEP, "pp4 zb-h1", 1, SGD),
     (DEEP, "pp2 dualpipe-v", 1, SGD),
     (WIDE, "dp_shard=2 cp=2 ulysses zero3", 3, FULL),
     (WIDE, "cp=2 tp=2 ulysses", 3, BF16),

@@ -74,6 +74,19 @@ def block_bytes(m: Model, z: Sizes, mix: Mixture | None = None) -> BlockBytes:
     return BlockBytes(none, selective, coded_pass(full, z, x) if z.coded else full)
 
 
+def input_pass_bytes(m: Model, z: Sizes, mix: Mixture | None = None) -> Size:
+    """The peak of a backward pass that keeps all for the gradients of weights, and computes none of them."""
+    x = z.rows * z.dim * z.c
+    tape = LiveBytes(frozen=m.lora is not None)
+    tape.take(x=x)
+    _block_forward(tape, m, z, mix)
+    tape.take(dy=x)
+    start = tape.peak = tape.live
+    tape.frozen, tape.retained = True, frozenset(tape.held) - {"dy"}
+    _block_backward(tape, m, z, mix)
+    return tape.peak - start
+
+
 def coded_pass(p: PassBytes, z: Sizes, whole: Size) -> PassBytes:
     """A pass that stores what it keeps in fp8, from bytes in the compute dtype, and decodes all of it at once."""
     kept = p.kept * CODED_BYTES / z.c

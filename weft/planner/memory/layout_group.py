@@ -297,7 +297,8 @@ class LayoutGroup:
             tuple(kinds), _unit(states, "root", self.compute_bytes, NO_PASSES), _scaled(passes.begin, self.begins),
             _scaled(passes.end, self.ends), head_grad, head_grad * self.tied, passes.hidden,
             passes.hidden * (stages - self.begins), passes.per_microbatch * stages,
-            passes.later * (self.rank.pending > 0) / stages, waits_more,
+            passes.later * (self.rank.pending > 0) / stages, passes.later_end * self.ends * (self.rank.pending > 0),
+            np.where(self.rank.pending > 0, passes.input_pass, passes.dense[0].backward), waits_more,
         )  # fmt: skip
 
     def _offloaded(self, kinds: list[tuple[Unit, Size]]) -> list[tuple[Unit, Size]]:

@@ -27,6 +27,8 @@ class LiveBytes:
     """Whether the weights are frozen, and have no gradients."""
     at_expert_gradients: Size = 0.0
     """Live bytes when the experts' gradients are complete."""
+    retained: frozenset[str] = frozenset()
+    """Tensors that are never freed."""
 
     def take(self, **sizes: Size) -> None:
         """Allocate tensors."""
@@ -38,7 +40,8 @@ class LiveBytes:
     def drop(self, *names: str) -> None:
         """Free tensors; names that are not held are ignored."""
         for name in names:
-            self.live = self.live - self.held.pop(name, 0.0)
+            if name not in self.retained:
+                self.live = self.live - self.held.pop(name, 0.0)
 
     def flash(self, size: Size) -> None:
         """Allocate and free bytes."""

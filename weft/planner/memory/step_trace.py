@@ -68,12 +68,16 @@ class Stage:
     """Bytes kept once for each microbatch: rotary tables and masks."""
     later: Size
     """Bytes per block that a split backward pass through one of the stages keeps for the gradients of weights."""
+    later_end: Size
+    """The same of the norm before the head."""
+    input_pass: Size
+    """Peak of the first half of a block's split backward pass."""
     waits_more: Size
     """Bytes that a waiting microbatch keeps on average beyond those of one that passes all stages of the rank."""
 
     @property
     def all_later(self) -> Size:
-        return self.later * sum(count for unit, count in self.blocks if not unit.recomputed)
+        return self.later * sum(count for unit, count in self.blocks if not unit.recomputed) + self.later_end
 
     @property
     def kept(self) -> Size:
@@ -162,7 +166,9 @@ class StepTrace:
             self._gather_all()
         waiting = in_flight - 1
         w.add(waiting * kept, "activations")
-        delayed = np.maximum(pending * stages - 1, 0) * self.s.all_later if self.r.split_passes else 0.0
+        delayed: Size = 0.0
+        if self.r.split_passes:  # with the graph, which starts at the loss
+            delayed = np.maximum(pending * stages - 1, 0) * (self.s.all_later + self.s.end.kept * (1 - loss_held))
         w.add(delayed, "activations")
         if not self.r.several:
             self._pass(first=True, last=True)
@@ -213,6 +219,7 @@ class StepTrace:
             for unit, count in reversed(self.s.blocks):
                 if not unit.recomputed:
                     self.w.repeat(count, partial(self._weight_pass, unit, first, last))
+            self.w.free(self.s.end.kept + self.s.later_end, "activations")
         self.w.add(finished, "activations")
         self._finish(first, last)
 
@@ -262,6 +269,8 @@ class StepTrace:
         w.flash(s.end.backward)
         w.change(s.hidden - s.end.kept, "activations")
         w.add(s.end.kept * self.loss_waits, "activations")
+        if r.split_passes:
+            w.add(s.end.kept + s.later_end, "activations")
         w.add(s.head_grad, "gradients")
         if r.in_place and not first:
             w.free(s.head_grad, "gradients")
@@ -288,10 +297,11 @@ class StepTrace:
             following = unit.parts[1].gathered if more else unit.gathered * (1 - final * lowest)
             w.change(part.gathered - self.ahead + following, "communication")
             self.ahead = w.chosen(following, self.ahead)
-        w.flash(unit.passes.backward)
         if self.r.split_passes and not unit.recomputed:
+            w.flash(self.s.input_pass)
             w.add(self.s.later, "activations")
         else:
+            w.flash(unit.passes.backward)
             self._block_gradients(unit, first, last)
 
     def _weight_pass(self, unit: Unit, first: bool, last: bool, final: Size) -> None:

@@ -9,7 +9,14 @@ import numpy as np
 
 from weft.job.schema import Job, Model
 from weft.planner.engine_constants import FP8_ALIGNMENT, FP8_LOGITS_CHUNKS, LOGITS_BYTES
-from weft.planner.memory.block_trace import BlockBytes, block_bytes, coded_pass, head_bytes, selective_kept
+from weft.planner.memory.block_trace import (
+    BlockBytes,
+    block_bytes,
+    coded_pass,
+    head_bytes,
+    input_pass_bytes,
+    selective_kept,
+)
 from weft.planner.memory.expert_trace import Mixture
 from weft.planner.memory.live_bytes import CODED_BYTES, FP32_BYTES, PassBytes, Sizes, keeps_input
 from weft.planner.model.fp8 import delayed_scales, fp8_head_blocks
@@ -31,13 +38,18 @@ class Passes:
     hidden: Size
     per_microbatch: Size
     later: Size
+    """Bytes of a block that a split backward pass keeps for the gradients of weights."""
+    later_end: Size
+    """Of the norm before the head."""
+    input_pass: Size
+    """The peak of the first half of a block's split backward pass."""
 
     def table(self) -> Any:
         """All numbers as rows of one array, [rows, layouts]."""
         blocks = [b for b in (self.dense, self.routed) if b is not None]
         parts = [p for modes in blocks for p in modes] + [self.begin, self.end]
         rows = [x for p in parts for x in (p.kept, p.forward, p.backward, p.inner)]
-        rows += [self.head_grad, self.hidden, self.per_microbatch, self.later]
+        rows += [self.head_grad, self.hidden, self.per_microbatch, self.later, self.later_end, self.input_pass]
         size = np.size(self.hidden)
         return np.stack([np.broadcast_to(np.asarray(row, float), size) for row in rows])
 
@@ -51,10 +63,10 @@ class Passes:
 
         code, blocks = int(recompute[0]) if len(recompute) else 0, []
         same, numbers = np.all(recompute == code), np.arange(4)[:, None]
-        for row in range(0, len(table) - 12, 12):
+        for row in range(0, len(table) - 14, 12):
             chosen = part(row + 4 * code) if same else PassBytes(*table[row + 4 * recompute + numbers, columns])
             blocks.append((chosen, part(row)) if partly else (chosen,))
-        rest = table[-12:].take(columns, axis=1)
+        rest = table[-14:].take(columns, axis=1)
         return cls(
             blocks[0], blocks[1] if len(blocks) > 1 else None, PassBytes(*rest[:4]), PassBytes(*rest[4:8]), *rest[8:]
         )  # fmt: skip
@@ -188,11 +200,20 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
         end = replace(end, kept=end.kept + z.rows * z.dim * (z.c - CODED_BYTES))
     gates = 2 if m.gated else 1
     wide = z.ffn if mix is None else (mix.uses * mix.ffn + z.tokens * mix.shared) / z.tokens
-    later = z.tokens * z.c * (z.heads + 2 * z.kv + gates * wide) + 4 * hidden
+    in_fp32 = not z.fused and m.norm != "layernorm"
+    of_norm = (FP32_BYTES if in_fp32 else z.c) * z.rows * z.dim
+    later = z.tokens * z.c * (z.heads + 2 * z.kv + gates * wide) + 2 * hidden + 2 * of_norm
+    if m.norm_at == "both":
+        later = later + 2 * of_norm
+    if m.qk_norm:
+        later = later + (FP32_BYTES if in_fp32 else z.c) * z.tokens * (z.heads + z.kv)
     begin = _embedding(m, z, layouts)
     if m.is_encoder_decoder:
         begin = PassBytes(2 * begin.kept, 2 * begin.forward, begin.backward)
-    return Passes(dense, routed, begin, end, head_grad, hidden, per_microbatch, later)
+    blocks = dense if routed is None else routed
+    split = 0.0 * later if flags["long"] or flags["compiled"] or z.coded else input_pass_bytes(m, z, mix)
+    input_pass = np.maximum(blocks[0].backward, split)
+    return Passes(dense, routed, begin, end, head_grad, hidden, per_microbatch, later, of_norm, input_pass)
 
 
 def _stream_blocks(m: Model, block: BlockBytes, z: Sizes, seq: int, device: str) -> tuple[BlockBytes, BlockBytes, Size]:
@@ -297,4 +318,4 @@ def _mlp_passes(memory: PassTables, layouts: Layouts, flags: dict[str, Any]) -> 
     loss = 3 * layouts.microbatch * float(dim) * FP32_BYTES
     zero = 0.0 * x
     return Passes(BlockBytes(none, none, full), None, PassBytes(zero, zero, zero), PassBytes(zero, loss, loss), zero, x,
-                  zero, 2 * x)  # fmt: skip
+                  zero, 2 * x, zero, none.backward)  # fmt: skip
