@@ -17,7 +17,8 @@ from weft.launch.rank_pool import RankPool
 from weft.planner import make_plan
 from weft.training.export import tokenizer_file
 from weft.verify.compare import Trace, compare
-from weft.verify.prove import LayoutChecker, _run, prove, small, with_layout
+from weft.verify.prove import LayoutChecker, _run, prove, with_layout
+from weft.verify.small_job import small
 
 
 def test_layouts_are_proven_and_refused(pool: RankPool) -> None:
@@ -114,9 +115,23 @@ def test_a_proof_that_does_not_fit_is_refused_before_it_starts() -> None:
         prove(job, ["tp2"])
 
 
-def test_one_process_in_fp32_shows_what_rounding_explains(pool: RankPool, tmp_path: Path) -> None:
-    """It is run once, after the first layout in bf16 that differs, and does not excuse a wrong size."""
-    job = with_layout(make_job("precision=bf16"), {"dp_replicate": 1, "dp_shard": 1})
+def test_batch_norms_are_compared_without_accumulation(pool: RankPool) -> None:
+    """A pipeline would have eight microbatches, and one process of a large batch two: their statistics differ."""
+    normed = make_job(model="helpers.own_models:Normed", data={"source": "pydoc"})
+    (verdict,) = prove(normed, ["pp2"], 1, pool=pool)
+    assert verdict.verdict == "same"
+    (verdict,) = prove(
+        normed.model_copy(update={"train": normed.train.model_copy(update={"accumulation": 4})}), ["ddp2"], 1, pool=pool
+    )
+    assert verdict.verdict == "differs"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_another_run_of_one_process_shows_what_rounding_explains(
+    pool: RankPool, tmp_path: Path, precision: str
+) -> None:
+    """It is run once, after the first layout that differs, and does not excuse a wrong size."""
+    job = with_layout(make_job(f"precision={precision}"), {"dp_replicate": 1, "dp_shard": 1})
     plan = make_plan(job)[1]
     reference = _run(pool, job, 1, 1, str(tmp_path))
     checker = LayoutChecker(pool, job, plan, 1, str(tmp_path), reference)

@@ -19,8 +19,9 @@ from weft.models.mixture_of_experts import MixtureOfExperts
 from weft.parallel.expert.expert_load import ExpertLoad
 from weft.planner import make_plan
 from weft.verify.compare import compare
-from weft.verify.prove import prove, small
+from weft.verify.prove import prove
 from weft.verify.routing import Routing, RoutingReplay
+from weft.verify.small_job import small
 
 EXPERTS = {"count": 4, "top_k": 2, "ffn": 32, "shared": 1, "balance": "bias"}
 

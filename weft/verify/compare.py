@@ -44,9 +44,12 @@ TOLERANCE: dict[str, Tolerance] = {
 
 TRACE_FILE = "trace.pt"
 
+ROUNDED = ("fp32", "bf16", "fp16")
+"""Precisions in which the rounding of one process is measured: by its difference from fp32, or in fp32 from a run whose
+first weights differ in their last bits."""
 ROUNDING_FACTOR, MAX_WIDENING = 3.0, 4.0
-"""A tolerance of bf16 or fp16 is widened to this factor times the rounding of one process, its difference from fp32:
-both runs are rounded, and errors vary between steps. It grows at most by the second factor."""
+"""A tolerance of these is widened to this factor times that rounding: both runs are rounded, and errors vary between
+steps. It grows at most by the second factor."""
 
 MIN_NORM_SHARE = 1e-3
 """A parameter's gradient is compared to its own norm, or to this share of the norm of all if its own is smaller.
@@ -72,6 +75,8 @@ class Trace:
     seconds: float
     routing: Routing | None = None
     """How the routing of a model with experts differs, if it replayed that of one process."""
+    batch_norms: bool = False
+    """Whether the model has batch norms with statistics of all replicas."""
 
     def save(self, folder: Path) -> None:
         """Write it as tensors and numbers, which load() reads without building objects."""
@@ -118,8 +123,8 @@ class Verdict:
     differs: tuple[str, ...] = ()
     """What is beyond the tolerance."""
     rounding_diff: float | None = None
-    """Difference of the worst parameter's gradient between one process in this precision and in fp32; given where the
-    tolerance was widened by it."""
+    """Difference of the worst parameter's gradient between both runs of one process (ROUNDED); given where it widened
+    the tolerance."""
 
 
 def tolerance_name(plan: Plan) -> str:
@@ -132,8 +137,8 @@ def compare(
 ) -> Verdict:
     """Compare a run with the reference, by the tolerances of a precision (a key of TOLERANCE).
 
-    With the run of one process in fp32 as `exact`, they are widened where rounding alone explains more: one weight that
-    is rounded differently changes gradients of a small CLIP in bf16 by 4 %, and those of the third step by 12 %.
+    With `exact`, another run of one process (ROUNDED), they are widened where rounding alone explains more: one weight
+    that is rounded differently changes gradients of a small CLIP in bf16 by 4 %, and those of the third step by 12 %.
     """
     limits, routing = TOLERANCE[precision], other.routing
     share = FP32_MIN_NORM_SHARE if precision == "fp32" else MIN_NORM_SHARE

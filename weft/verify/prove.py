@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from math import gcd, prod
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +19,24 @@ from weft.comm.axis import Axis
 from weft.comm.shards import local_of, shard_of
 from weft.data.loader import Loader, to_device
 from weft.data.open_dataset import open_dataset
-from weft.data.sources import is_user_dataset, open_tokenizer
 from weft.hardware.probe import probe
 from weft.hardware.shared_devices import multi_process_service
-from weft.job.errors import FitError, JobError, MachineError, WeftError
+from weft.job.errors import FitError, MachineError, WeftError
 from weft.job.load import parse_job
-from weft.job.schema import Experts, Job
+from weft.job.schema import Job
 from weft.job.shapes import resolve
 from weft.launch.rank_pool import RankFailed, RankPool
 from weft.mesh import Mesh, connect
+from weft.models.vision.batch_norm import GlobalBatchNorm
 from weft.planner import RUNNABLE, Plan, check, make_plan
 from weft.planner.model.counts import count_parameters
 from weft.planner.rules.layout_syntax import parse_layouts, ranks
 from weft.training.build import build_state
 from weft.training.state import State
 from weft.training.step import Stepper
-from weft.verify.compare import Trace, Verdict, compare, moments_of, tolerance_name
+from weft.verify.compare import ROUNDED, Trace, Verdict, compare, moments_of, tolerance_name
 from weft.verify.routing import RoutingReplay
+from weft.verify.small_job import small
 
 DEFAULT_LAYOUTS = (
     "ddp2", "zero1", "zero2", "zero3", "tp2", "dp_shard=2 tp=2", "dp_replicate=2 tp=2", "hsdp", "pp2", "pp2 zbv",
@@ -49,64 +50,6 @@ TOWER_LAYOUTS = ("image:tp2 text:shard2", "image:ranks=0 text:ranks=1")
 ADAM_EPS = 1e-6
 """Adam divides a gradient by its own size, so one that is zero but for rounding (a key's bias) would become a full step
 of noise. With this the update stays a smooth function of the gradient, and a wrong gradient still shows."""
-
-
-def small(job: Job) -> Job:
-    """The same kind of model, small enough for any laptop: fewer layers, narrower, shorter, same head ratio."""
-    m = job.model
-    if m.module:
-        raise JobError("a model of your own cannot be shrunk; give it smaller model.args instead")
-    m = resolve(job).model
-    updates: dict[str, Any] = {"shape": None, "layers": min(m.layers or 2, 3), "dim": min(m.dim or 64, 64)}
-    if not m.is_stack:
-        group = (m.heads or 4) // (m.kv_heads or 4)
-        heads = max(4, 4 * group if group <= 2 else 2 * group)
-        heads = min(heads, m.heads or heads)
-        updates |= {
-            "heads": heads, "kv_heads": max(1, heads // group), "head_dim": 16, "ffn": min(m.ffn or 128, 128),
-            "vocab": min(m.vocab or 256, _data_vocab(job) + m.is_encoder),
-        }  # fmt: skip
-        if m.is_encoder_decoder:
-            updates |= {"layers": 4, "encoder_layers": 2, "head_scale": None if m.head_scale is None else m.head_scale}
-        if m.rope_dim is not None:
-            updates["rope_dim"] = 8
-        if m.rope_scaling is not None and m.rope_scaling.kind == "longrope":
-            updates["rope_scaling"] = None  # its factors are those of wider heads
-        if m.latent is not None:
-            rank = None if m.latent.q_rank is None else min(m.latent.q_rank, 32)
-            small_latent = {"q_rank": rank, "kv_rank": min(m.latent.kv_rank, 32), "v_dim": 16}
-            updates |= {"kv_heads": heads, "latent": m.latent.model_copy(update=small_latent)}
-        seq = min(job.data.seq_len, 64)
-        updates["max_len"] = seq
-        job = job.model_copy(update={"data": job.data.model_copy(update={"seq_len": seq})})
-    if m.experts is not None:
-        updates["experts"] = _fewer(m.experts)
-    batch = {"global_batch": min(job.train.global_batch, 16), "batch_ramp": [], "microbatch": "auto"}
-    train = job.train.model_copy(update={**batch, "accumulation": "auto"})
-    return job.model_copy(update={"model": m.model_copy(update=updates), "train": train})
-
-
-def _data_vocab(job: Job) -> int:
-    """Tokens that the data may have, or 512 of synthetic ones; those of a dataset of one's own are not known."""
-    if job.data.source == "synthetic":
-        return 512
-    if is_user_dataset(job.data.source):
-        return job.model.vocab or 256
-    try:
-        return open_tokenizer(job.data).vocab
-    except JobError:  # not tokens, such as images
-        return 256
-
-
-def _fewer(e: Experts) -> Experts:
-    """Up to 8 experts in groups of at least two, of which a token may use about the same share."""
-    count, top_k = min(e.count, 8), min(e.top_k, 2)
-    groups = gcd(e.groups, max(1, count // 2))
-    top_groups = None if e.top_groups is None else -(-e.top_groups * groups // e.groups)
-    if top_groups is not None:  # the allowed groups must have top_k experts
-        top_groups = max(top_groups, -(-top_k * groups // count))
-    less = {"count": count, "top_k": top_k, "ffn": min(e.ffn or 32, 32), "groups": groups, "top_groups": top_groups}
-    return e.model_copy(update={**less, "first_dense": min(e.first_dense, 1)})
 
 
 def with_layout(job: Job, section: dict[str, Any]) -> Job:
@@ -123,19 +66,24 @@ def with_layout(job: Job, section: dict[str, Any]) -> Job:
     return parse_job(raw)
 
 
-def trace(job: Job, steps: int, folder: str, reference: str | None = None) -> None:
+def trace(job: Job, steps: int, folder: str, reference: str | None = None, round_weights: bool = False) -> None:
     """Run a few steps on the ranks of this call and write the Trace, in whole tensors, to folder/trace.pt.
 
     `reference` is the folder of the reference run; without one this is it, and its routing is written too.
+    `round_weights` changes initial weights in their last bits.
     """
     job, plan = make_plan(job)
-    trace_on(connect(plan, job.comm.timeout_s), job, plan, steps, folder, reference)
+    trace_on(connect(plan, job.comm.timeout_s), job, plan, steps, folder, reference, round_weights)
 
 
-def trace_on(mesh: Mesh, job: Job, plan: Plan, steps: int, folder: str, reference: str | None = None) -> None:
+def trace_on(
+    mesh: Mesh, job: Job, plan: Plan, steps: int, folder: str, reference: str | None = None, round_weights: bool = False
+) -> None:
     """trace() on a mesh that exists already."""
     began = time.perf_counter()
     state = build_state(job, plan, mesh)
+    if round_weights:
+        change_last_bits(state, job.train.seed)
     stepper = Stepper(job, plan, mesh, state)
     replay = RoutingReplay(state.model.load, folder, reference)
     losses, norms, gradients = [], [], []
@@ -165,10 +113,24 @@ def trace_on(mesh: Mesh, job: Job, plan: Plan, steps: int, folder: str, referenc
         join_stages(held, mesh)
         join_tensors(held, mesh.everyone if tables is not None or plan.towers else None, mesh)
     routing = replay.end(mesh)
+    module = getattr(state.model, "module", None)  # a pipeline has stages
+    batch_norms = module is not None and any(isinstance(part, GlobalBatchNorm) for part in module.modules())
     if mesh.rank == 0:
         seconds = time.perf_counter() - began
-        Trace(losses, norms, gradients, start, parameters, moments, seconds, routing).save(Path(folder))
+        Trace(losses, norms, gradients, start, parameters, moments, seconds, routing, batch_norms).save(Path(folder))
     mesh.barrier()
+
+
+def change_last_bits(state: State, seed: int) -> None:
+    """Multiply every trained weight by 1 or 1 ± 2^-21, at random. Layouts add the products of a layer in another order,
+    which changes its outputs by a few units in the last place; this does the same."""
+    generator = torch.Generator().manual_seed(seed)
+    masters = state.optimizers.masters()
+    with torch.no_grad():
+        for master in masters.values():
+            signs = torch.randint(-1, 2, master.shape, generator=generator).to(master)
+            master.mul_(1 + signs * 2**-21)
+    state.optimizers.restore(masters)
 
 
 def whole_weights(state: State) -> dict[str, Tensor]:
@@ -220,15 +182,21 @@ def prove(
     towers = TOWER_LAYOUTS if resolve(job).model.towers else ()
     named = parse_layouts(layouts or (*DEFAULT_LAYOUTS, *towers))
     job = small(job) if shrink else job
-    reference_job, plan = make_plan(with_layout(job, {"dp_replicate": 1, "dp_shard": 1}))
-    check(reference_job, plan, RUNNABLE)
+    reference_job, plan = _one_process(job)
     check_proof_fits(reference_job, plan, steps)
     verdicts: list[Verdict] = []
     with (
         open_pool(job, max(ranks(section) for _, section in named)) if pool is None else nullcontext(pool) as pool,
         tempfile.TemporaryDirectory(prefix="weft-prove-") as folder,
     ):
-        checker = LayoutChecker(pool, job, plan, steps, folder, _run(pool, reference_job, 1, steps, folder))
+        reference = _run(pool, reference_job, 1, steps, folder)
+        if reference.batch_norms and (job.train.accumulation, job.train.microbatch) == ("auto", "auto"):
+            # statistics are of one microbatch of every rank, which holds other samples than one of one process
+            job = job.model_copy(update={"train": job.train.model_copy(update={"accumulation": 1})})
+            if plan.accumulation > 1:
+                reference_job, plan = _one_process(job)
+                reference = _run(pool, reference_job, 1, steps, folder)
+        checker = LayoutChecker(pool, job, plan, steps, folder, reference)
         for name, section in named:
             verdict = checker.verdict(name, section)
             if verdict.verdict == "refused" and not layouts:
@@ -236,6 +204,13 @@ def prove(
             verdicts.append(verdict)
             on_verdict(verdict)
     return verdicts
+
+
+def _one_process(job: Job) -> tuple[Job, Plan]:
+    """The job and its plan without any parallelism."""
+    job, plan = make_plan(with_layout(job, {"dp_replicate": 1, "dp_shard": 1}))
+    check(job, plan, RUNNABLE)
+    return job, plan
 
 
 def check_proof_fits(job: Job, plan: Plan, steps: int) -> None:
@@ -276,8 +251,9 @@ def describe_ranks(job: Job, world: int) -> str:
 
 @dataclass
 class LayoutChecker:
-    """Runs layouts and compares them with one process. In bf16 and fp16, after the first that differs, one process is
-    also run in fp32, which shows how much rounding explains."""
+    """Runs layouts and compares them with one process. After the first that differs, one process is run again, which
+    shows how much rounding explains: in bf16 and fp16 it is run in fp32, and in fp32 from weights that differ in their
+    last bits."""
 
     pool: RankPool
     job: Job
@@ -297,25 +273,29 @@ class LayoutChecker:
             name = plan.layout() + (f" split {section['split']}" if "split" in section else "")
             other = self._trace(spread, world)
             found = self._compare(name, world, other)
-            if found.verdict == "differs" and self.exact is None and tolerance_name(self.plan) in ("bf16", "fp16"):
-                exact = self.job.model_copy(update={"precision": "fp32"})
-                self.exact = self._trace(with_layout(exact, {"dp_replicate": 1, "dp_shard": 1}), 1)
+            precision = tolerance_name(self.plan)
+            if found.verdict == "differs" and self.exact is None and precision in ROUNDED:
+                exact, _ = _one_process(self.job.model_copy(update={"precision": "fp32"}))
+                self.exact = self._trace(exact, 1, round_weights=precision == "fp32")
                 found = self._compare(name, world, other)
             return found
         except WeftError as error:
             return Verdict(name, world, "refused", why=str(error))
 
-    def _trace(self, job: Job, world: int) -> Trace:
+    def _trace(self, job: Job, world: int, round_weights: bool = False) -> Trace:
         with tempfile.TemporaryDirectory(prefix="weft-prove-") as folder:
-            return _run(self.pool, job, world, self.steps, folder, self.folder)
+            return _run(self.pool, job, world, self.steps, folder, self.folder, round_weights)
 
     def _compare(self, name: str, world: int, other: Trace) -> Verdict:
         return compare(name, world, self.reference, other, tolerance_name(self.plan), self.exact)
 
 
-def _run(pool: RankPool, job: Job, world: int, steps: int, folder: str, reference: str | None = None) -> Trace:
+def _run(
+    pool: RankPool, job: Job, world: int, steps: int, folder: str, reference: str | None = None,
+    round_weights: bool = False,
+) -> Trace:  # fmt: skip
     try:
-        pool.run(trace, world, job, steps, folder, reference)
+        pool.run(trace, world, job, steps, folder, reference, round_weights)
     except RankFailed as failure:
         if isinstance(failure.error, WeftError):  # an error that only a rank can find
             raise failure.error from None

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.comm.axis import Axis
+from weft.job.errors import JobError
 
 
 class GlobalBatchNorm(nn.Module):
@@ -39,6 +40,11 @@ class GlobalBatchNorm(nn.Module):
             of_batch = self.training or self.running_mean is None
             step = self._step() if self.training else 0.0
             return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, of_batch, step, self.eps)
+        if not self.axes and x.numel() == x.shape[1]:
+            raise JobError(
+                "a batch norm is given one value per channel, whose variance is 0: the microbatch has one sample; "
+                "a larger train.microbatch, or fewer parallel.microbatches in a pipeline, would work"
+            )
         y, mean, var, count = _Normalise.apply(x, weight, bias, self.eps, self.axes)
         self._track(mean, var, count)
         out: Tensor = y
