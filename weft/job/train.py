@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from weft.job.registry import did_you_mean, listed
 from weft.job.section import Section, limits
@@ -127,11 +127,12 @@ class Train(Section):
                 raise ValueError(f"must be {known}, not {name!r}{did_you_mean(name, METRICS)}")
         return value
 
-    @model_validator(mode="after")
-    def _check_ramp(self) -> Train:
-        if problem := ramp_problem(self.batch_ramp, self.global_batch):
-            raise ValueError(f"{problem} (batch_ramp)")
-        return self
+    @field_validator("batch_ramp")
+    @classmethod
+    def _check_ramp(cls, value: list[tuple[int, int]], info: ValidationInfo) -> list[tuple[int, int]]:
+        if "global_batch" in info.data and (problem := ramp_problem(value, info.data["global_batch"])):
+            raise ValueError(problem)
+        return value
 
     _check_sizes = limits(
         "microbatch", "accumulation", valid=lambda n: 1 <= n <= 10**9, must="from 1 to 1000000000, or auto"

@@ -73,6 +73,8 @@ _EXPECTED = {
 def _sentence(key: str, errors: list[Any], job: type[BaseModel]) -> str:
     if any(e["type"] == "extra_forbidden" for e in errors):
         return f"{key}: unknown key{_suggest(key, job)}"
+    if all(e["type"] == "missing" for e in errors):
+        return f"{key} is missing"
     value = errors[0].get("input")
     shown = key if isinstance(value, dict) else f"{key}={value!r}"
     expected = [_EXPECTED.get(e["type"]) or _choices(e) for e in errors]
@@ -91,6 +93,8 @@ def _suggest(key: str, job: type[BaseModel]) -> str:
     known = list(known_keys(job))
     section, _, last = key.rpartition(".")
     named = re.sub(r"\.\d+\b", "", section)  # without the number of a section in a list
+    if section and named not in known:
+        named = named.rpartition(".")[0]  # nor the name of one in a mapping, as in model.loss.label
     siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == named]
     elsewhere = [k for k in known if k.rpartition(".")[2] == last]
     near = difflib.get_close_matches(last, siblings, n=1, cutoff=0.8 if elsewhere else 0.6)

@@ -1,4 +1,4 @@
-"""Rules on the data: growing and streamed sources, tasks of a mixture."""
+"""Rules on the data: growing and streamed sources, tasks of a mixture, sizes of images."""
 
 from __future__ import annotations
 
@@ -37,6 +37,15 @@ def growing_rule(job: Job, plan: Plan) -> str | None:
         if wrong:
             return f"{field}=true does not support {what}; leave one of them out"
     return None
+
+
+def images_rule(job: Job, plan: Plan) -> str | None:
+    """The patches of a ViT cover an image, unless the model names its size and cuts off the rest."""
+    side, patch = job.data.images.size if job.data.images is not None else None, job.model.patch or 4
+    if not job.model.is_classifier or not side or job.model.image is not None or side % patch == 0:
+        return None
+    whole = max(patch, side // patch * patch)
+    return f"data.images.size={side} is not a multiple of model.patch={patch}; size={whole} would work"
 
 
 def tasks_rule(job: Job, plan: Plan) -> str | None:
