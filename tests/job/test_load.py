@@ -11,7 +11,7 @@ from weft.job import Data, Job, JobError, Model, Optim, Parallel, Train, apply_o
 from weft.job.errors import Exit
 from weft.job.load import find_job
 from weft.job.shapes import resolve
-from weft.job.validation import known_keys
+from weft.job.validation import OTHER_NAMES, known_keys
 
 WHOLE = """
 name: my-run
@@ -79,6 +79,14 @@ def test_number_formats(tmp_path: Path, text: str, number: float) -> None:
     assert load_job(written(tmp_path, ""), [f"optim.lr={text}"]).optim.lr == number
 
 
+def test_names_of_other_libraries() -> None:
+    known = set(known_keys(Job))
+    assert set(OTHER_NAMES) <= known
+    names = [name for text in OTHER_NAMES.values() for name in text.split()]
+    assert len(names) == len(set(names))
+    assert not known & set(names)
+
+
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
@@ -86,8 +94,13 @@ def test_number_formats(tmp_path: Path, text: str, number: float) -> None:
         ({"train": {"step": 3}}, "train.step: unknown key; did you mean train.steps?"),
         ({"model": {"rope_scaling": {"fctor": 2}}},
          "model.rope_scaling.fctor: unknown key; did you mean model.rope_scaling.factor?"),
-        ({"parallel": {"tensor_parallel": 2}},
-         "parallel.tensor_parallel: unknown key; parallel has dp_replicate, dp_shard, zero, tp, sequence, "),
+        ({"parallel": {"tensor_parallel": 2}}, "parallel.tensor_parallel: unknown key; did you mean parallel.tp?"),
+        ({"parallel": {"colour": 2}},
+         "parallel.colour: unknown key; parallel has dp_replicate, dp_shard, zero, tp, sequence, "),
+        ({"model": {"xyz": 2}}, "model.xyz: unknown key; `weft schema` lists the keys of model"),
+        ({"model": {"name": "llama-7b"}}, "model.name: unknown key; did you mean model.shape?"),
+        ({"train": {"batch_size": 2}}, "train.batch_size: unknown key; did you mean train.global_batch?"),
+        ({"train": {"warmup_steps": 2}}, "train.warmup_steps: unknown key; did you mean optim.warmup?"),
         ({"parallel": {"tpp": 2}}, "parallel.tpp: unknown key; did you mean parallel.tp?"),
         ({"model": {"loss": {"label": {"wieght": 2}}}},
          "model.loss.label.wieght: unknown key; did you mean model.loss.label.weight?"),

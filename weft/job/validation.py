@@ -89,9 +89,55 @@ def _choices(error: Any) -> str | None:
     return str(error["ctx"]["expected"]).replace("'", "") if error["type"] == "literal_error" else None
 
 
+OTHER_NAMES = {
+    "model.shape": "model.name model_name model_name_or_path",
+    "model.dim": "hidden_size d_model n_embd embed_dim emb_dim",
+    "model.ffn": "intermediate_size ffn_hidden_size d_ff",
+    "model.layers": "num_hidden_layers n_layer num_layers model.depth",
+    "model.heads": "num_attention_heads n_head num_heads",
+    "model.kv_heads": "num_key_value_heads num_query_groups",
+    "data.seq_len": "sequence_length max_seq_len max_length seq_length block_size context_length",
+    "data.source": "data.path dataset dataset_path data_path",
+    "train.global_batch": "batch_size global_batch_size train_batch_size",
+    "train.microbatch": "micro_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu",
+    "train.accumulation": "gradient_accumulation_steps grad_accum grad_accumulation gradient_accumulation",
+    "train.steps": "max_steps train_iters iterations num_steps",
+    "train.epochs": "num_train_epochs max_epochs num_epochs",
+    "train.compile": "torch_compile",
+    "optim.name": "optim.type optimizer",
+    "optim.lr": "learning_rate",
+    "optim.schedule": "lr_scheduler scheduler lr_scheduler_type lr_decay_style",
+    "optim.warmup": "warmup_steps warmup_ratio warmup_iters lr_warmup_steps",
+    "optim.clip": "gradient_clip grad_clip clip_grad gradient_clipping max_grad_norm gradient_clip_val max_norm",
+    "parallel.dp_replicate": "dp ddp data_parallel data_parallel_size data_parallel_replicate_degree",
+    "parallel.dp_shard": "fsdp sharding data_parallel_shard_degree",
+    "parallel.zero": "zero_stage parallel.stage",
+    "parallel.tp": "tensor_parallel tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree",
+    "parallel.pp": "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel_degree",
+    "parallel.cp": "context_parallel context_parallel_size context_parallel_degree",
+    "parallel.ep": "expert_parallel expert_parallel_size expert_model_parallel_size expert_parallel_degree",
+    "parallel.sequence": "sp sequence_parallel",
+    "precision": "dtype fp16 bf16 mixed_precision torch_dtype amp",
+    "memory.recompute": "activation_checkpointing gradient_checkpointing checkpointing",
+    "cluster.devices_per_node": "gpus gpus_per_node num_gpus nproc nproc_per_node",
+    "cluster.nodes": "num_nodes nnodes",
+    "checkpoint.every": "save_steps save_interval save_every",
+    "train.eval_every": "eval_steps eval_interval",
+    "watch.every": "logging_steps log_interval log_every log_freq",
+    "watch.trackers": "report_to logger",
+}
+"""Keys, and what other libraries call them; a name of many things is given with its section."""
+
+_LONGEST_LIST = 20
+"""A section with more keys than this is not listed in a message."""
+
+
 def _suggest(key: str, job: type[BaseModel]) -> str:
     known = list(known_keys(job))
     section, _, last = key.rpartition(".")
+    meant = [k for k, names in OTHER_NAMES.items() if {last, key} & set(names.split()) and k in known]
+    if meant and "." not in section:
+        return f"; did you mean {meant[0]}?"
     named = re.sub(r"\.\d+\b", "", section)  # without the number of a section in a list
     if section and named not in known:
         named = named.rpartition(".")[0]  # nor the name of one in a mapping, as in model.loss.label
@@ -102,6 +148,8 @@ def _suggest(key: str, job: type[BaseModel]) -> str:
         return f"; did you mean {section + '.' if section else ''}{near[0]}?"
     if elsewhere:
         return f"; did you mean {min(elsewhere, key=_depth)}?"
+    if len(siblings) > _LONGEST_LIST:
+        return f"; `weft schema` lists the keys of {section or 'a job'}"
     return f"; {section or 'a job'} has {', '.join(siblings)}" if siblings else ""
 
 
