@@ -19,23 +19,22 @@ from weft.comm import mpi
 from weft.comm.agreement import all_gather_json
 from weft.comm.axis import Axis
 from weft.comm.dtensor_internals import flatten_mesh, join_meshes
+from weft.comm.encrypted_gloo import encrypted_store
 from weft.comm.fake_internals import join_fake_group
+from weft.comm.gloo_internals import ENCRYPTED, is_gloo
 from weft.comm.meter import Meter
+from weft.comm.rendezvous import await_all, rendezvous
 from weft.comm.shards import sharded_axes
-from weft.comm.tcp_store import tcp_store
 from weft.hardware.network import export_interface
-from weft.hardware.rank_environment import rank_info, under_mpi, whole_number
+from weft.hardware.rank_environment import rank_info, under_mpi
 from weft.hardware.shared_devices import act_as_own_host, memory_fraction, ranks_per_device, use_many_queues
 from weft.job.errors import MachineError
 from weft.planner.plan import Plan
+from weft.wire.tunnel import Tunnel
 
 JOINT: dict[str, tuple[str, str]] = {"dp_shard_cp": ("dp_shard", "cp"), "dp_replicate_cp": ("dp_replicate", "cp")}
 """Joint axes of data and cp: the ranks of a cp group hold the same weights and different tokens, so their gradients are
 summed too."""
-
-MIN_RENDEZVOUS_TIMEOUT = datetime.timedelta(seconds=300)
-"""Ranks wait at least so long for all to start, whatever the timeout of collectives: importing torch may take a minute
-on a busy machine."""
 
 REPLICATED = ("dp_replicate", "dp_shard", "cp", "tp")
 """Axes over which a weight may be replicated: those that do not shard it."""
@@ -83,6 +82,8 @@ class Mesh:
     """Whether replicas train on their own between exchanges (train.sync)."""
     store: dist.Store | None = None
     """The rendezvous store."""
+    tunnel: Tunnel | None = None
+    """Encrypts the messages of Gloo between hosts."""
     towers: dict[str, Mesh] = field(default_factory=dict)
     """The meshes of the towers that this rank holds (parallel.towers), by name."""
     held_by: dict[int, tuple[Tensor, Mesh]] = field(default_factory=dict)
@@ -169,6 +170,8 @@ class Mesh:
     def close(self) -> None:
         if self.everyone is not None:
             dist.destroy_process_group()
+        if self.tunnel is not None:
+            self.tunnel.close()
 
 
 CONTEXT_GIB = 2.0
@@ -202,8 +205,10 @@ def open_device(plan: Plan) -> None:
             (one @ one).sum().item()
 
 
-def connect(plan: Plan, timeout_s: float = 600.0, store: dist.Store | None = None) -> Mesh:
-    """Join the ranks of a plan, at a store if one is given.
+def connect(
+    plan: Plan, timeout_s: float = 600.0, store: dist.Store | None = None, tunnel: Tunnel | None = None
+) -> Mesh:
+    """Join the ranks of a plan, at a store if one is given; Gloo's messages pass through the tunnel if there is one.
 
     The rank is read from the environment (weft.hardware.rank_environment). The rendezvous is the file WEFT_STORE if it
     is set (one machine: no port is needed), else MASTER_ADDR:MASTER_PORT, else MPI.
@@ -229,9 +234,12 @@ def connect(plan: Plan, timeout_s: float = 600.0, store: dist.Store | None = Non
         if not under_mpi():
             raise MachineError(f"comm.backend=mpi: start the ranks by mpirun -n {plan.world}, or use comm.backend=gloo")
         mpi.register()
-    store, (backend, host_backend) = store or _rendezvous(timeout), BACKENDS[plan.backend]
+    store, (backend, host_backend) = store or rendezvous(timeout), BACKENDS[plan.backend]
+    if tunnel is not None:
+        store = encrypted_store(store or next(dist.rendezvous("env://"))[0], tunnel)
+        backend = host_backend = ENCRYPTED
     if store is not None:
-        _await_all(store, here.world, max(timeout, MIN_RENDEZVOUS_TIMEOUT))
+        await_all(store, here.world, timeout)
     try:
         dist.init_process_group(backend, store=store, rank=here.rank if store else -1,
                                 world_size=here.world if store else -1, timeout=timeout)  # fmt: skip
@@ -244,7 +252,7 @@ def connect(plan: Plan, timeout_s: float = 600.0, store: dist.Store | None = Non
             if name else "the ranks have no network interface; is the loopback interface up (`ip link set lo up`)?"
         ) from None  # fmt: skip
     mesh = mesh_of(plan, device, timeout, host_backend)
-    mesh.store = store  # torch keeps only its C++ object alive
+    mesh.store, mesh.tunnel = store, tunnel  # torch keeps only the C++ object of a store alive
     if plan.backend == "nccl":
         mesh.create_communicators()
     return mesh
@@ -256,26 +264,6 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "mpi": (mpi.NAME, mpi.NAME),
 }
 """By a plan's backend: its name in torch, and the backend of small values between steps."""
-
-
-def _rendezvous(timeout: datetime.timedelta) -> dist.Store | None:
-    """The rendezvous store; None uses the store of torchrun's agent."""
-    file = os.environ.get("WEFT_STORE")
-    if file:
-        return dist.FileStore(file, rank_info().world)
-    if under_mpi() and "MASTER_ADDR" not in os.environ:
-        return mpi.meet(timeout)
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if agent or not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        return None
-    host, port = os.environ["MASTER_ADDR"], whole_number(os.environ, "MASTER_PORT", 1, 65535)
-    return tcp_store(host, port, is_master=rank_info().rank == 0, timeout=timeout)
-
-
-def _await_all(store: dist.Store, world: int, limit: datetime.timedelta) -> None:
-    if store.add("weft/arrived", 1) == world:
-        store.set("weft/all", "here")
-    store.wait(["weft/all"], limit)
 
 
 def fake_mesh(plan: Plan, rank: int) -> Mesh:
@@ -329,7 +317,7 @@ def mesh_of(plan: Plan, device: torch.device, timeout: datetime.timedelta, host_
     if plan.sync == "predict" and plan.dp_replicate > 1:  # in a group of their own: small messages do not queue behind
         axes["late_sum"] = axis_of("late_sum", dist.new_group(timeout=timeout), per_node, meter)
     disk_group = dist.new_group(backend=host_backend, timeout=timeout)
-    if host_backend == "gloo" == dist.get_backend():  # each group has a thread that polls a hundred times a second
+    if is_gloo():  # each group has a thread that polls a hundred times a second
         host_group = everyone.group
     else:
         host_group = dist.new_group(backend=host_backend, timeout=timeout)

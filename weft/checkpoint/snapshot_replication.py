@@ -122,8 +122,10 @@ class ReplicaSender:
         request: Callable[[], ReplicationRequest | None],
         kept: Callable[[int], None],
         note: Callable[[str], None],
+        encrypt: bool = False,
     ):
         self.memory, self._secret, self._request, self._kept, self._note = memory, secret, request, kept, note
+        self._encrypt = encrypt
         self._sent = (0, 0, 0)
         """Attempt, node and step of the last snapshot that was acknowledged."""
         self._closed = threading.Event()
@@ -182,7 +184,7 @@ class ReplicaSender:
     def _connect(self, address: tuple[str, int], attempt: int) -> Channel:
         if self._channel is None or self._channel[0] != address:
             self._disconnect()
-            channel = open_channel(address, self._secret)
+            channel = open_channel(address, self._secret, encrypt=self._encrypt)
             channel.send({"purpose": "copy", "attempt": attempt})
             self._channel = (address, channel)
         return self._channel[1]

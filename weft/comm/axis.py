@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.fake_internals import is_fake
+from weft.comm.gloo_internals import is_gloo
 from weft.comm.meter import Meter
 from weft.comm.point_to_point_internals import batch_isend_irecv
 
@@ -136,7 +137,7 @@ class Axis:
 
     def _through_host(self, tensor: Tensor) -> bool:
         """Whether messages pass through the host: Gloo does not support every collective on GPU tensors."""
-        return tensor.is_cuda and dist.get_backend(self.group) == "gloo"
+        return tensor.is_cuda and is_gloo(self.group)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce in place and return the tensor."""
@@ -162,7 +163,7 @@ class Axis:
         return _join(out, dim)
 
     def _halves_links(self, tensor: Tensor) -> bool:
-        return not tensor.is_cuda and not is_fake(tensor) and dist.get_backend(self.group) == "gloo"
+        return not tensor.is_cuda and not is_fake(tensor) and is_gloo(self.group)
 
     def start_swap(self, shards: Tensor) -> tuple[Tensor, Pending]:
         """Start all_to_all() over all ranks, using both directions of each link at once."""
@@ -290,7 +291,7 @@ class Axis:
 
     def start_exchange(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Exchange:
         """Start to send to and receive from some ranks of the axis; messages between two ranks keep their order."""
-        host = any(t.is_cuda for _, t in (*sends, *receives)) and dist.get_backend(self.group) == "gloo"
+        host = any(t.is_cuda for _, t in (*sends, *receives)) and is_gloo(self.group)
         outgoing = [(to, (t.cpu() if host else t).contiguous()) for to, t in sends]
         incoming = [(of, torch.empty_like(t, device="cpu") if host else t) for of, t in receives]
         for to, tensor in outgoing:

@@ -34,8 +34,8 @@ class Comm(Section):
     """Bucket size of the gradient all-reduce, which overlaps with the backward pass. auto chooses it from the latency
     and bandwidth of the link."""
     encrypt: bool = False
-    """Encrypt the messages of parameter servers and federated clients (TLS 1.3, one certificate a run). Refused for
-    ranks on several nodes: Gloo, NCCL and MPI cannot encrypt."""
+    """Encrypt everything that ranks on several nodes, their supervisors, parameter servers and federated clients send
+    (TLS 1.3, one certificate a run). Refused with nccl and mpi, which cannot encrypt."""
     timeout_s: float = Field(600.0, gt=0)
     """Timeout of a collective. When it expires, the run ends with the ranks that did not arrive."""
 

@@ -30,18 +30,19 @@ class AuthenticatedStore(dist.Store):
         attempt: int,
         timeout_s: float = 300.0,
         fence: Callable[[], None] = lambda: None,
+        encrypt: bool = False,
     ):
-        """`fence` raises when the attempt is over, which ends a wait."""
+        """`fence` raises when the attempt is over, which ends a wait. encrypt: as the supervisor's listener."""
         super().__init__()
         self._address, self._secret, self._attempt = address, secret, attempt
-        self._timeout_s, self._fence = timeout_s, fence
+        self._timeout_s, self._fence, self._encrypt = timeout_s, fence, encrypt
         self._lock = threading.Lock()
         self._channel: Channel | None = None
 
     def _ask(self, blob: bytes = b"", **message: Any) -> tuple[Message, bytes]:
         with self._lock:
             if self._channel is None:
-                self._channel = open_channel(self._address, self._secret)
+                self._channel = open_channel(self._address, self._secret, encrypt=self._encrypt)
                 self._channel.send({"purpose": "store", "attempt": self._attempt})
             try:
                 self._channel.send(message, blob)

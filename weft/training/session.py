@@ -46,6 +46,7 @@ from weft.training.step import Stepper
 from weft.watch import logs
 from weft.watch.journal import Journal
 from weft.watch.traces.tracer import StepTracer, TraceRequest
+from weft.wire.tunnel import open_tunnel
 
 
 @dataclass
@@ -210,7 +211,8 @@ def open_session(
 ) -> Session:  # fmt: skip
     """Join the mesh, build and spread the model, and continue from the newest step in memory or checkpoint on disk."""
     began = time.perf_counter()
-    heartbeat, mesh = heartbeat or NoHeartbeat(), mesh or connect(plan, job.comm.timeout_s)
+    heartbeat = heartbeat or NoHeartbeat()
+    mesh = mesh or connect(plan, job.comm.timeout_s, tunnel=open_tunnel(job, run))
     log = logs.setup(run, mesh.rank, mesh.position, mesh.world)
     torch.manual_seed(job.train.seed + mesh.rank)  # for a user's module; Weft's own models do not use this state
     torch.backends.cudnn.benchmark = mesh.device.type == "cuda"  # shapes do not change, so convolutions are timed once

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
     from weft.data.dataset import Dataset
     from weft.training.session import Hook, Session
+    from weft.wire.tunnel import Tunnel
 
 POLL_S = 0.01
 SPARE_POLL_S = 5.0
@@ -111,8 +112,10 @@ class SupervisedRank:
         from weft.supervisor.process_group_internals import NCCL_ENVIRONMENT
         from weft.training.loop import fit_or_explain
         from weft.training.session import open_session
+        from weft.wire.tunnel import open_tunnel
 
         rank, position, sockets = attempt.rank_of(self.slot) or 0, "", MeshSockets()
+        tunnel: Tunnel | None = None
         environment = {
             "RANK": str(rank), "LOCAL_RANK": str(list(attempt.ranks).index(rank)), "WORLD_SIZE": str(attempt.world),
             "LOCAL_WORLD_SIZE": str(len(attempt.ranks)),
@@ -126,8 +129,8 @@ class SupervisedRank:
         self._log(rank, f"attempt {attempt.number} begins, in slot {self.slot}, process {os.getpid()}")
         try:
             with sockets.opening():
-                store = self._store(attempt, job.comm.timeout_s)
-                mesh = connect(plan, job.comm.timeout_s, store)
+                store, tunnel = self._store(attempt, job), open_tunnel(job, self.run)
+                mesh = connect(plan, job.comm.timeout_s, store, tunnel)
             position = mesh.position
             self._log(rank, "connected to the other ranks")
             self.heartbeat.watch = watch = CollectiveCounters(mesh)
@@ -154,24 +157,27 @@ class SupervisedRank:
         finally:
             self.heartbeat.watch = lambda: (0, 0, [])
             sockets.shut_down()
+            if tunnel is not None:
+                tunnel.close()
         return None
 
     def _log(self, rank: int, text: str) -> None:
         with contextlib.suppress(OSError), (self.run.logs / f"rank-{rank}.log").open("a", encoding="utf-8") as log:
             log.write(f"{datetime.now():%Y-%m-%d %H:%M:%S.%f} {text}\n")
 
-    def _store(self, attempt: Attempt, timeout_s: float) -> dist.Store:
+    def _store(self, attempt: Attempt, job: Job) -> dist.Store:
         """The rendezvous store: a file on one machine, the leader's store server on several nodes."""
         if not (at := attempt.environment.get("WEFT_STORE_AT")):
             from weft.supervisor.attempt_file_store import AttemptFileStore
 
-            return AttemptFileStore(attempt.store, attempt.world, timeout_s, self.heartbeat.fence)
+            return AttemptFileStore(attempt.store, attempt.world, job.comm.timeout_s, self.heartbeat.fence)
         from weft.supervisor.authenticated_store import AuthenticatedStore
 
         host, port = at.rsplit(":", 1)
         return AuthenticatedStore(
-            (host, int(port)), run_secret(self.run.path), attempt.number, timeout_s, self.heartbeat.fence
-        )
+            (host, int(port)), run_secret(self.run.path), attempt.number, job.comm.timeout_s, self.heartbeat.fence,
+            job.comm.encrypt,
+        )  # fmt: skip
 
     def _was_only_paused(self) -> bool:
         """Whether only the supervisor asked this rank to stop, so that it continues in the next attempt."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -83,21 +85,26 @@ class Cluster:
         return [p for p in found if "weft.training.supervised_rank" in " ".join(p.cmdline())]
 
 
-@pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    monkeypatch.setattr(subprocess, "Popen", Popen)
+def start_cluster(hosts: VirtualHosts, folder: Path, **sections: Any) -> Cluster:
+    """A run with one rank on every host."""
     write_job(
-        tmp_path, model={"family": "gpt2", "dim": 16, "layers": 1, "heads": 2, "vocab": 48},
+        folder, model={"family": "gpt2", "dim": 16, "layers": 1, "heads": 2, "vocab": 48},
         data={"source": "helpers.own_models:SlowCounting", "seq_len": 8, "record_ids": True},
         train={"global_batch": BATCH, "steps": 1_000_000, "eval_every": 0}, parallel={"dp_shard": -1, "zero": 3},
         cluster={"device": "cpu"}, checkpoint={"every": 0}, resilience={"node_lost_s": 5, "spares": 0},
-        optim={"lr": 1e-3, "schedule": "constant", "warmup": 0},
+        optim={"lr": 1e-3, "schedule": "constant", "warmup": 0}, **sections,
     )  # fmt: skip
+    made = Cluster(hosts, folder, run_of(folder, "job"))
+    for node in range(hosts.count):
+        made.start(node)
+    return made
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.setattr(subprocess, "Popen", Popen)
     with VirtualHosts(3) as hosts:
-        made = Cluster(hosts, tmp_path, run_of(tmp_path, "job"))
-        for node in range(3):
-            made.start(node)
-        yield made
+        yield start_cluster(hosts, tmp_path)
 
 
 STRANGER = """
@@ -147,6 +154,40 @@ def test_run_survives_lost_ranks_nodes_and_links(cluster: Cluster) -> None:
     _check_metrics(cluster.run)
     recovered = [e["how"] for e in read_jsonl(cluster.run.events) if e["event"] == "recovered"]
     assert {"shrink", "grow"} <= set(recovered)
+
+
+RECORD = """
+import socket, sys
+packets = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+packets.bind(("eth0", 0))
+with open(sys.argv[1], "wb", buffering=0) as file:
+    while True:
+        file.write(packets.recv(1 << 16))
+"""
+NORM_WEIGHTS = struct.pack("<8f", *[1.0] * 8)
+"""The shard of a layer norm's initial weights, which the other rank gathers."""
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_encrypted_nodes(encrypt: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the messages of supervisors nor those of Gloo can be read, and a lost rank is replaced as without TLS."""
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    with VirtualHosts(2) as hosts:
+        recorded = tmp_path / "packets"
+        hosts.start(0, [sys.executable, "-c", RECORD, str(recorded)])
+        until(recorded.exists)
+        cluster = start_cluster(hosts, tmp_path, comm={"encrypt": encrypt})
+        attempt = cluster.trains_in({0, 1}, after=0)
+        if encrypt:
+            next(p for p in cluster.ranks(1) if _is_rank(p, 1, cluster.run)).kill()
+            cluster.trains_in({0, 1}, after=attempt)
+        cluster.nodes[1].send_signal(signal.SIGTERM)
+        assert [cluster.nodes[n].wait(DEADLINE_S) for n in range(2)] == [Exit.PREEMPTED] * 2, cluster.result()
+        assert "Traceback" not in cluster.result()
+        seen = recorded.read_bytes()
+    assert len(seen) > 100_000
+    assert [text in seen for text in (b'"purpose"', b'"copied"', NORM_WEIGHTS)] == [not encrypt] * 3
+    _check_metrics(cluster.run)
 
 
 def _check_metrics(run: RunDir) -> None:

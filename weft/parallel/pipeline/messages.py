@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.axis import Axis
+from weft.comm.gloo_internals import is_gloo
 from weft.comm.point_to_point_internals import batch_isend_irecv
 from weft.parallel.pipeline.boundary import Layout
 from weft.planner.engine_constants import PREFETCHED_MESSAGES
@@ -79,7 +80,7 @@ class StageLinks:
     def __init__(self, axis: Axis, device: torch.device):
         self.axis, self.device = axis, device
         # Gloo cannot send from GPU memory: there messages pass through the host
-        self.host = device.type == "cuda" and dist.get_backend(axis.group) == "gloo"
+        self.host = device.type == "cuda" and is_gloo(axis.group)
         self.keep_sent = True
         """Whether tensors stay alive until they were sent; a dry run of NCCL sets this to false."""
 

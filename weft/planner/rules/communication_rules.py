@@ -43,15 +43,15 @@ def compressed_experts_rule(job: Job, plan: Plan) -> str | None:
 
 
 def encryption_rule(job: Job, plan: Plan) -> str | None:
-    """Only Weft's own messages can be encrypted."""
+    """Only Gloo and Weft's own messages can be encrypted."""
     here = rank_info()
     one_machine = job.cluster.nodes == 1 and here.local_world == here.world
-    if not job.comm.encrypt or one_machine or plan.sync in ("server", "federated"):
+    if not job.comm.encrypt or one_machine or plan.sync in ("server", "federated") or plan.backend == "gloo":
         return None
     return (
-        "comm.encrypt=true encrypts the messages of parameter servers and federated clients, and the gradients of "
-        f"several nodes are sent by {plan.backend}, which cannot encrypt; comm.encrypt=false in a private network or "
-        "over WireGuard or IPsec, or train.sync=server:async would work"
+        f"comm.encrypt=true: the gradients of several nodes are sent by {plan.backend}, which cannot encrypt; "
+        "comm.backend=gloo, comm.encrypt=false in a private network or over WireGuard or IPsec, or "
+        "train.sync=server:async would work"
     )
 
 

@@ -54,10 +54,11 @@ class Membership:
         minority_wait_s: float = MINORITY_WAIT_S,
         elastic: bool = False,
         shared: AnyPath | None = None,
+        encrypt: bool = False,
     ):
         """`shared`: where the nodes find one another and claim attempts, if that is not the run folder."""
         self.run, self.place, self._decide, self._on_news, self._note = run, place, decide, on_news, note
-        self.secret = run_secret(run.path)
+        self.secret, self.encrypt = run_secret(run.path), encrypt
         self.claims = AttemptClaims((shared or run.path) / "attempts")
         self.services: dict[str, Serve] = {"report": self._receive_reports}
         """Handlers of connections, by purpose."""
@@ -68,7 +69,7 @@ class Membership:
         self._target_set_at = self._announced = 0.0
         self._closed = False
         self._senders: set[int] = set()
-        self._listener = Listener(self.secret, self._serve, note, place.host)
+        self._listener = Listener(self.secret, self._serve, note, place.host, encrypt=encrypt)
         host, port = self._listener.address
         self.consensus.update(time.monotonic(), slots=slots, address=host, port=port)
 
@@ -237,7 +238,7 @@ class Membership:
             try:
                 if address is None:
                     raise Disconnected("it has left no address")
-                channel = open_channel(address, self.secret, timeout_s=self.consensus.lost_s / 2)
+                channel = open_channel(address, self.secret, self.consensus.lost_s / 2, encrypt=self.encrypt)
                 try:
                     channel.send({"purpose": "report", "node": self.place.node})
                     self._send_reports(channel)

@@ -64,9 +64,12 @@ class NodeSupervisor(Supervisor):
         self.nodes = Membership(
             run, place, slots, self.decide, lambda: None, self.note, lost_s=job.resilience.node_lost_s,
             elastic=job.cluster.max_nodes is not None, shared=run.shared(job.checkpoint.to),
+            encrypt=job.comm.encrypt,
         )  # fmt: skip
         self.nodes.services |= {"store": self.store_server.serve, "copy": self.keeper.serve}
-        self.sender = ReplicaSender(folder, self.nodes.secret, self.copy_request, self.nodes.set_copied, self.note)
+        self.sender = ReplicaSender(
+            folder, self.nodes.secret, self.copy_request, self.nodes.set_copied, self.note, job.comm.encrypt
+        )
         self.nodes.start()
         threading.Thread(target=self._renew, daemon=True, name="lease").start()
 
