@@ -109,6 +109,23 @@ def start(folder: Path, check: OwnerCheck, seed: int, worker: int) -> int:
         os._exit(1)
 
 
+def stopped_owner(check: OwnerCheck, workers: dict[int, int]) -> int | None:
+    """A worker that holds something, stopped so that it still does when it is killed; None if there is none for long."""
+    deadline = time.monotonic() + 1.0
+    while time.monotonic() < deadline:
+        for pid in [p for p, worker in workers.items() if (check.folder / str(worker)).exists()]:
+            os.kill(pid, signal.SIGSTOP)
+            _, status = os.waitpid(pid, os.WUNTRACED)
+            if not os.WIFSTOPPED(status):  # it had ended already
+                workers.pop(pid)
+            elif (check.folder / str(workers[pid])).exists():
+                return pid
+            else:
+                os.kill(pid, signal.SIGCONT)
+        time.sleep(0.001)
+    return None
+
+
 def main(folder: Path, seed: int) -> None:
     """Kill a random worker whenever some more claims were made, and start another in its place."""
     rng = random.Random(seed)
@@ -121,8 +138,7 @@ def main(folder: Path, seed: int) -> None:
     started, kills, while_held = PROCESSES, 0, 0
     while workers:
         if kills < KILLS and check.tickets.stat().st_size > kills * (CLAIMS // KILLS):
-            owners = {int(path.name) for path in check.folder.glob("[0-9]*")} if kills % 2 else set()
-            pid = rng.choice([p for p, worker in workers.items() if worker in owners] or list(workers))
+            pid = (stopped_owner(check, workers) if kills % 2 else None) or rng.choice(list(workers))
             with check.killed.open("a") as file:
                 file.write(f"{workers[pid]}\n")
             os.kill(pid, signal.SIGKILL)

@@ -80,7 +80,7 @@ def test_single_rank_survives_a_kill(tmp_path: Path) -> None:
     _assert_same(tmp_path, "hit", "calm")
     disk = [f"memory.disk={tmp_path / 'disk'}", "memory.offload=states", "memory.disk_gib=0.1"]
     homes = ["memory.homes.moments=disk", "memory.homes.averages=host"]
-    changes = ["name=disk", "checkpoint.every=4", *disk, *homes]
+    changes = ["name=disk", "checkpoint.every=4", "checkpoint.background=false", *disk, *homes]
     order = {"kind": "kill", "rank": 0, "step": 6, "phase": "update", "id": 1}
     result = run_with(tmp_path, order, changes=changes)
     assert result.code == 0, result.err
