@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from weft.comm import gloo_internals
-from weft.comm.encrypted_gloo import OWN, encrypted_store
+from weft.comm.encrypted_gloo import FAMILY, MARK, OWN, encrypted_store
+from weft.job.errors import MachineError
 from weft.launch.rank_pool import RankPool
 from weft.wire.tunnel import Tunnel
 
@@ -57,6 +59,19 @@ def test_same_results(pool: RankPool, hosts: list[str]) -> None:
         {"sum": 6 * last, "part": 5 * last, "received": last},
         {"sum": 6 * last, "part": 5 * last, "received": 2 * last},
     ]
+
+
+def test_other_secret() -> None:
+    """The rank that reads the address of a listener with another secret says what to do."""
+    shared, tunnels = dist.HashStore(), [Tunnel(os.urandom(32), f"127.0.0.{5 + i}") for i in range(2)]
+    stores = [encrypted_store(shared, tunnel) for tunnel in tunnels]
+    for rank, store in enumerate(stores):
+        store.set(f"0/{rank}", FAMILY + b"\x12\x34" + socket.inet_aton(OWN) + bytes(8))
+    assert MARK not in stores[0].get("0/0")
+    with pytest.raises(MachineError, match=r"a rank on 127\.0\.0\.6 has another secret .* set WEFT_SECRET to the same"):
+        stores[0].get("0/1")
+    for tunnel in tunnels:
+        tunnel.close()
 
 
 def test_private_names() -> None:

@@ -110,7 +110,7 @@ def start(folder: Path, check: OwnerCheck, seed: int, worker: int) -> int:
 
 
 def stopped_owner(check: OwnerCheck, workers: dict[int, int]) -> int | None:
-    """A worker that holds something, stopped so that it still does when it is killed; None if there is none for long."""
+    """A worker that holds something, stopped so that it still does when it is killed; None if none does."""
     deadline = time.monotonic() + 1.0
     while time.monotonic() < deadline:
         for pid in [p for p, worker in workers.items() if (check.folder / str(worker)).exists()]:

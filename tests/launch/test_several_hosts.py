@@ -26,11 +26,14 @@ print(choose().name, "|", choose().why, "|", check_network().detail)
 """
 
 
-def test_two_hosts_train_the_same_run(tmp_path: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_two_hosts_train_the_same_run(
+    encrypt: bool, tmp_path: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(subprocess, "Popen", Popen)
     sections: dict[str, Any] = {**parity.BASE, "name": "run", "parallel": LAYOUT}
     sections["train"] = {**sections["train"], "steps": 3, "eval_every": 0}
-    write_job(tmp_path, **sections, watch={"comm_every": 1}, checkpoint={"every": 0})
+    write_job(tmp_path, **sections, watch={"comm_every": 1}, checkpoint={"every": 0}, comm={"encrypt": encrypt})
     with VirtualHosts(2, mbit=200) as hosts:
         before = [hosts.sent(host) for host in range(2)]
         nodes = []

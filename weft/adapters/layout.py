@@ -73,6 +73,8 @@ def join_ranks(job: Job) -> tuple[Plan, Mesh]:
     if plan.world > 1 and dist.is_initialized():
         timeout = datetime.timedelta(seconds=job.comm.timeout_s)
         return plan, mesh_of(plan, local_device(plan, rank_info().local_rank), timeout)
+    if job.comm.encrypt and plan.nodes > 1:
+        raise JobError("comm.encrypt=true on several nodes needs a job (weft train); comm.encrypt=false would work")
     mesh = connect(plan, job.comm.timeout_s)
     if plan.world > 1 and plan.backend == "gloo":
         atexit.register(leave)  # a script does not end its groups, and those of Gloo have threads

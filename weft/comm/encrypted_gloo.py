@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from weft.comm.gloo_internals import ENCRYPTED, gloo_at
+from weft.job.errors import MachineError
 from weft.wire.tunnel import Address, Tunnel
 
 OWN, BEFORE, AFTER = "127.0.0.2", "127.0.0.1", "127.0.0.3"
@@ -57,14 +58,19 @@ class TunnelStore(dist.Store):
         if found := _LISTENER.search(value):
             address = self._tunnel.expose((OWN, int.from_bytes(found[1], "big")))
             self._exposed[_group(key)] = address
-            value += MARK + json.dumps(address).encode()
+            value += MARK + json.dumps([*address, self._tunnel.fingerprint]).encode()
         self._inner.set(key, value)
 
     def get(self, key: str) -> bytes:
         value, _, text = bytes(self._inner.get(key)).partition(MARK)
         if not text:
             return value
-        host, port = json.loads(text)
+        host, port, fingerprint = json.loads(text)
+        if fingerprint != self._tunnel.fingerprint:
+            raise MachineError(
+                f"comm.encrypt: a rank on {host} has another secret than this one; put the run's folder on a shared "
+                "disk, or set WEFT_SECRET to the same value on all nodes"
+            )
         own = self._exposed[_group(key)]
         if host == own[0]:  # loopback connects the ranks of one host
             return value

@@ -19,7 +19,7 @@ def tcp_store(host: str, port: int, is_master: bool, timeout: datetime.timedelta
     """The store of all ranks at host:port (0: any free port), served by the master at that address only.
 
     Where the master's own host name means loopback (Debian's 127.0.1.1) and there are other hosts, it listens at the
-    address on their network instead.
+    address on their network instead. A loopback address as such means that all ranks are on one machine.
     """
     here = rank_info()
     world = here.world
@@ -27,12 +27,21 @@ def tcp_store(host: str, port: int, is_master: bool, timeout: datetime.timedelta
         return dist.TCPStore(host, port, world, is_master=False, timeout=timeout)
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        if here.local_world < world and ipaddress.ip_address(address[0]).is_loopback:
+        if here.local_world < world and _is_name(host) and ipaddress.ip_address(address[0]).is_loopback:
             family, address = socket.AF_INET, (own_address(), port)
         server = socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         raise MachineError(f"rank 0 cannot listen at MASTER_ADDR={host}, port {port}: {error}") from error
-    port = server.getsockname()[1]
+    at, port = server.getsockname()[:2]
     return dist.TCPStore(
-        host, port, world, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=server.detach()
+        at, port, world, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=server.detach()
     )
+
+
+def _is_name(host: str) -> bool:
+    """Whether a host is given by its own name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host != "localhost"
+    return False

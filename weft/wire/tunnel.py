@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import hmac
 import ssl
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
@@ -33,9 +34,9 @@ class Tunnel:
     """Forwards connections in a thread of its own until it is closed."""
 
     def __init__(self, secret: bytes, host: str):
-        """host: the address at which other hosts reach this one."""
+        """host: the address at which other hosts reach this one. `fingerprint` is equal where the secret is."""
         check_tls_package()
-        self.host = host
+        self.host, self.fingerprint = host, hmac.digest(secret, b"weft tunnel", "sha256").hex()[:16]
         self._client, self._server = tls_context(secret, server=False), tls_context(secret, server=True)
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
