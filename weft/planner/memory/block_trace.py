@@ -1,4 +1,4 @@
-"""Bytes of a transformer block and of the head: what is kept for the backward pass, and the peaks of both passes.
+"""Bytes of a transformer block: what is kept for the backward pass, and the peaks of both passes.
 
 Each line follows a line of models/transformer.py and what autograd does with it; `weft dryrun` traces the real ones.
 """
@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.job.schema import Latent, Model
-from weft.planner.engine_constants import LOGITS_BYTES
 from weft.planner.memory.expert_trace import Mixture, routed_backward, routed_forward
 from weft.planner.memory.live_bytes import (
     CODED_BYTES,
@@ -68,7 +67,9 @@ def block_bytes(m: Model, z: Sizes, mix: Mixture | None = None) -> BlockBytes:
         again.peak = again.live  # the forward pass that runs again stops before its last product
     _block_backward(again, m, z, mix)
     inner = 3 * x - again.at_expert_gradients
-    some = np.minimum(selective_kept(m, z, mix), whole)
+    some = selective_kept(m, z, mix)
+    if m.lora is None:
+        some = np.minimum(some, whole)
     selective = PassBytes(some, forward, again.peak - 2 * x - some, inner + some - x)
     full = PassBytes(x, forward, again.peak - 3 * x, inner)
     return BlockBytes(none, selective, coded_pass(full, z, x) if z.coded else full)
@@ -97,6 +98,12 @@ def selective_kept(m: Model, z: Sizes, mix: Mixture | None) -> Size:
     """The input and the outputs of matrix products and attention: what selective recompute keeps."""
     gates = 2 if m.gated else 1
     attention = z.tokens * (2 * z.heads + 2 * z.kv) * z.c + z.tokens * z.scores * FP32_BYTES
+    if z.cross:
+        attention = 2 * attention + z.tokens * z.dim * z.c
+    if m.lora is not None and mix is None:  # the products of adapters
+        width = {"q": z.heads, "k": z.kv, "v": z.kv, "o": z.dim, "gate": z.ffn, "up": z.ffn, "down": z.dim}
+        made = (size for name, size in width.items() if (m.gated or name != "gate") and m.lora.applies_to(name, False))
+        attention = attention + z.tokens * sum(size + m.lora.rank for size in made) * z.c
     if mix is None:
         hidden = z.tokens * gates * z.ffn * z.c
     else:
@@ -123,7 +130,9 @@ def _block_forward(t: LiveBytes, m: Model, z: Sizes, mix: Mixture | None) -> Non
             if not (m.qk_norm and z.fused):
                 t.drop(name)
     t.flash(_attention_bytes(z, 1, 2, (FP32_BYTES + z.c / 2) * z.heads + 4 * z.c * z.kv))
+    t.flash(z.learned.forward)
     t.take(y=z.tokens * z.heads * z.c, lse=z.tokens * z.scores * FP32_BYTES)
+    t.take(soft=z.learned.kept, operands=z.learned.operands)
     leave(t, z, "o")
     t.drop("n0")
     _before_sum(t, m, z, "o", "on")
@@ -131,8 +140,48 @@ def _block_forward(t: LiveBytes, m: Model, z: Sizes, mix: Mixture | None) -> Non
     if not keeps_input(m, z):
         t.drop("x")
     t.drop("o")
+    if z.cross:
+        _cross_forward(t, m, z)
     feed = _feed_forward if mix is None else partial(routed_forward, mix=mix)
     feed(t, m, z)
+    if m.parallel_residual:  # the norms have read x
+        t.drop("x1")
+
+
+def _cross_forward(t: LiveBytes, m: Model, z: Sizes) -> None:
+    """Attention to the encoder's output, which is kept outside the block."""
+    norm(t, m, z, "nc", z.rows, z.dim)
+    enter(t, z, "nc")
+    if z.sequence:  # the encoder's output is gathered in each block
+        t.take(memory=z.tokens * z.dim * z.c)
+    t.take(qc=z.tokens * z.heads * z.c, kc=z.tokens * z.kv * z.c, vc=z.tokens * z.kv * z.c)
+    t.take(yc=z.tokens * z.heads * z.c, lsec=z.tokens * z.scores * FP32_BYTES)
+    leave(t, z, "oc")
+    t.drop("nc0")
+    t.take(x2=z.rows * z.dim * z.c)
+    if not keeps_input(m, z):
+        t.drop("x1")
+    t.drop("oc")
+
+
+def _cross_backward(t: LiveBytes, m: Model, z: Sizes) -> None:
+    heads, kv, wide = z.tokens * z.heads * z.c, z.tokens * z.kv * z.c, z.tokens * z.dim * z.c
+    into_region_backward(t, z, "do")
+    t.take(da=heads)
+    t.weight_gradient(z.dim * z.heads * z.c, z.retain)
+    t.drop("do")
+    t.take(dq=heads, dk=kv, dv=kv)
+    t.drop("da", "yc", "lsec", "vc", "kc", "qc")
+    t.flash(2 * wide)
+    t.weight_gradient(2 * z.dim * z.kv * z.c, z.retain)
+    t.drop("dk", "dv", "memory")
+    t.take(dn=wide)
+    t.weight_gradient(z.dim * z.heads * z.c, z.retain)
+    t.drop("dq", "nc")
+    out_of_region_backward(t, z, "dn")
+    norm_backward(t, m, z, "nc", "dn", z.rows, z.dim)
+    t.flash(z.rows * z.dim * z.c)
+    t.drop("dn", "x2")
 
 
 def _latents(t: LiveBytes, m: Model, z: Sizes, latent: Latent) -> None:
@@ -238,18 +287,25 @@ def _block_backward(t: LiveBytes, m: Model, z: Sizes, mix: Mixture | None) -> No
     wide = z.tokens * z.dim * z.c
     norm_backward(t, m, z, "n2", "dn", z.rows, z.dim)
     t.flash(z.rows * z.dim * z.c)
-    t.drop("dn", "x1")
+    t.drop("dn")
+    if m.parallel_residual:  # waits for the gradient by attention
+        t.take(dskip=z.rows * z.dim * z.c)
+    if z.cross:
+        _cross_backward(t, m, z)
+    t.drop("x1")
     _before_sum_backward(t, m, z, "o", "on")
     into_region_backward(t, z, "do")
     heads, kv = z.tokens * z.heads * z.c, z.tokens * z.kv * z.c
     t.take(da=heads)
     t.weight_gradient(z.dim * z.heads * z.c, z.retain)
     t.drop("do", "dadded")
-    t.flash(_attention_bytes(z, 3, 4, (FP32_BYTES + z.c / 2) * z.heads + (4 * FP32_BYTES + 4 * z.c) * z.kv))
+    exchanged = (FP32_BYTES + z.c / 2) * z.heads + (4 * FP32_BYTES + 4 * z.c) * z.kv
+    t.flash(_attention_bytes(z, 3, 4, exchanged))
+    t.flash(z.learned.backward)
     t.take(dq=heads, dk=kv, dv=kv)
     q, k = ("qn", "kn") if m.qk_norm else ("q", "k")
     roped = m.positions == "rope"
-    t.drop("da", "y", "lse", "v", f"{q}r" if roped else q, f"{k}r" if roped else k)
+    t.drop("da", "y", "lse", "soft", "operands", "v", f"{q}r" if roped else q, f"{k}r" if roped else k)
     if roped:
         copy = FP32_BYTES if z.c < FP32_BYTES else 0
         for width in (z.kv, z.heads):
@@ -268,39 +324,4 @@ def _block_backward(t: LiveBytes, m: Model, z: Sizes, mix: Mixture | None) -> No
     out_of_region_backward(t, z, "dn")
     norm_backward(t, m, z, "n", "dn", z.rows, z.dim)
     t.flash(z.rows * z.dim * z.c)
-    t.drop("dn", "weights")
-
-
-def head_bytes(m: Model, z: Sizes, vocab: Size, targets: Size, device: str) -> tuple[PassBytes, Size]:
-    """The last norm and the loss in chunks of logits; also the bytes of the head's gradient, made in forward. On a GPU
-    one kernel turns a whole vocabulary's logits into their gradient; otherwise both have copies in fp32."""
-    tape = LiveBytes(frozen=m.lora is not None)
-    x = z.rows * z.dim * z.c
-    tape.take(x=x)
-    norm(tape, m, z, "n", z.rows, z.dim)
-    if not keeps_input(m, z):
-        tape.drop("x")
-    enter(tape, z, "n")
-    chunk = LOGITS_BYTES[device] // (FP32_BYTES if device == "cpu" else z.c)
-    chunks = np.maximum(1.0, np.ceil(targets / np.maximum(1.0, chunk // np.maximum(1.0, vocab))))
-    rows = np.ceil(targets / chunks)
-    one, weight = rows * vocab, vocab * z.dim * (m.lora is None)
-    alone = chunks == 1  # the product is the gradient, and no fp32 sum is made
-    tape.take(dx=targets * z.dim * z.c, dw=np.where(alone, 0.0, weight * FP32_BYTES))
-    mixed = z.c < FP32_BYTES
-    before = np.where(targets > rows, one * z.c, 0.0)  # the gradient of the previous chunk is still live
-    in_place = device == "cuda" and not z.tp
-    tape.flash(before + one * (z.c if in_place else 2 * FP32_BYTES + (2 * z.c if mixed else 0)))
-    tape.flash(np.where(alone | mixed, one * z.c + weight * z.c, 0.0))
-    tape.drop("dw")
-    tape.take(dw=weight * z.c)
-    tape.drop("n", "n0")
-    kept, forward = tape.live - x, tape.peak - x
-    start = tape.peak = tape.live
-    tape.drop("dw")  # from here on it counts as a gradient
-    if m.labels_samples:
-        tape.drop("dx")
-        tape.take(dx=z.tokens * z.dim * z.c)
-    out_of_region_backward(tape, z, "dx")
-    norm_backward(tape, m, z, "n", "dx", z.rows, z.dim)
-    return PassBytes(kept, forward, tape.peak - start), weight * z.c
+    t.drop("dn", "dskip", "weights")

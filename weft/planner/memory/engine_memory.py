@@ -157,7 +157,8 @@ class EngineMemory:
             counts = BlockCounts(blocks, dense, again, again)
         else:
             counts = self.stages.at(layouts, at)
-        units, position = _unit_sizes(self.job, layouts, place)
+        rounds = self.device == "cpu" and self.plan.precision == "bf16" and not self.plan.split_master
+        units, position = _unit_sizes(self.job, layouts, place, rounds)
         in_flight, pending, losses = microbatches_by_schedule(layouts, at, "in_flight", "pending", "losses_wait")
         some = np.flatnonzero(_recomputes_all(layouts) & SPLITS[layouts.schedule])
         if len(some):  # a recomputed block makes all its gradients in one pass
@@ -279,7 +280,7 @@ def _memory_columns(layouts: Layouts) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _unit_sizes(job: Job, layouts: Layouts, place: Place) -> tuple[dict[str, UnitSizes], Any]:
+def _unit_sizes(job: Job, layouts: Layouts, place: Place, rounds: bool) -> tuple[dict[str, UnitSizes], Any]:
     """Sizes of units for each way of sharding them, and for each layout the position of its way."""
     first, position = distinct(layouts.tp, layouts.ep, layouts.cp, layouts.dp_shard, layouts.sequence)
-    return unit_sizes(job, layouts.take(first), place.tp, place.shard), position
+    return unit_sizes(job, layouts.take(first), place.tp, place.shard, rounds), position

@@ -190,7 +190,7 @@ class LayoutGroup:
             "optimizer": optimizer,
             "communication": residual_bytes(layouts) * held.compressed,
             "gradients": bytes_["gradients"] - self.block_gradients(held),
-            "update": np.maximum(held.scratch, (width if self.flags["tp"] else 0) * held.partial),
+            "update": np.maximum(held.scratch[0], (width if self.flags["tp"] else 0) * held.partial),
         }  # fmt: skip
         if self.flags["alone"] and not self.plan.tiered and not self._fused:  # torch's optimizers take them in fp32
             out["update"] += FP32_BYTES * held.trained_whole
@@ -198,8 +198,9 @@ class LayoutGroup:
             out["update"] += 2 * width * np.minimum(held.held, STREAMED_PIECE_ELEMENTS)
         if self.plan.tiered:
             out["update"] += self._piece_bytes(held.held)
+        out["update"] = np.maximum(out["update"], held.scratch[1])
         if self.plan.gradient_home == "released":
-            scratch = [size.scratch for kind, size in self.unit_here.items() if kind not in OUTSIDE_BLOCKS]
+            scratch = [size.scratch[0] for kind, size in self.unit_here.items() if kind not in OUTSIDE_BLOCKS]
             out["block update"] = np.max(scratch, 0) + self._piece_bytes(held.held, blocks=True)
         u = self.unit_here
         kinds = {"dense": u["column" if job.model.is_stack else "dense"], "root": self.outside}
@@ -292,13 +293,16 @@ class LayoutGroup:
         if np.any(layouts.offload == OFFLOADS.index("activations")):
             kinds = self._offloaded(kinds)
         stages = layouts.virtual_stages if flags["piped"] else 1
+        streams = 1 + (self.job.model.is_encoder_decoder & (dense > 0) & (blocks > dense))
+        stays = passes.distances * streams * (layouts.recompute > 0)  # blocks that run again read them again
         head_grad = passes.head_grad * self.ends * (self.job.model.lora is None)
         return Stage(
             tuple(kinds), _unit(states, "root", self.compute_bytes, NO_PASSES), _scaled(passes.begin, self.begins),
             _scaled(passes.end, self.ends), head_grad, head_grad * self.tied, passes.hidden,
-            passes.hidden * (stages - self.begins), passes.per_microbatch * stages,
+            passes.hidden * (stages - self.begins), passes.per_microbatch * np.maximum(stages, streams) + stays,
             passes.later * (self.rank.pending > 0) / stages, passes.later_end * self.ends * (self.rank.pending > 0),
             np.where(self.rank.pending > 0, passes.input_pass, passes.dense[0].backward), waits_more,
+            passes.distances * streams - stays if self.job.model.is_encoder_decoder else None,
         )  # fmt: skip
 
     def _offloaded(self, kinds: list[tuple[Unit, Size]]) -> list[tuple[Unit, Size]]:

@@ -6,6 +6,7 @@ Sizes are arrays with one entry per layout; flags are the same for all layouts o
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -69,10 +70,41 @@ class LiveBytes:
         return largest
 
 
-FP32_TENSORS = frozenset({"n_f", "n_y", "n2_f", "n2_y", "qn_f", "qn_y", "kn_f", "kn_y", "wide", "scores", "logits"})
+FP32_TENSORS = frozenset(
+    {
+        "n_f",
+        "n_y",
+        "n2_f",
+        "n2_y",
+        "nc_f",
+        "nc_y",
+        "qn_f",
+        "qn_y",
+        "kn_f",
+        "kn_y",
+        "wide",
+        "scores",
+        "logits",
+        "soft",
+        "operands",
+    }
+)
 """Names of tensors in fp32 in any precision."""
 EXACT_TENSORS = frozenset({"lse", "choice", "order", "trip", "matrix", "lent"})
 """Names of what is not an activation: statistics, indices and weights."""
+
+
+class LearnedScores(NamedTuple):
+    """Bytes of attention whose scores have a learned part: without a fused kernel, of the softmax in fp32."""
+
+    kept: Size = 0.0
+    operands: Size = 0.0
+    """Kept besides: of queries, keys and values in fp32 for every head, instead of those in the compute dtype."""
+    forward: Size = 0.0
+    backward: Size = 0.0
+
+
+NONE_LEARNED = LearnedScores()
 
 
 @dataclass(frozen=True)
@@ -105,6 +137,9 @@ class Sizes:
     """1 where cp is above 1: keys and values, or all heads, are exchanged in attention."""
     tile: Size = 0.0
     """Bytes of scores that attention has at once where no fused kernel computes it."""
+    learned: LearnedScores = NONE_LEARNED
+    cross: bool = False
+    """Whether the block also attends to the output of an encoder."""
 
 
 CODED_BYTES = 1 + FP32_BYTES / ACTIVATION_SCALE_BLOCK

@@ -69,7 +69,8 @@ class UnitSizes:
     sums: Any
     """One row for each property below, one column for each layout."""
     scratch: Size
-    """Bytes of temporary tensors while the optimizer updates a weight, at most."""
+    """Bytes of temporary tensors while the optimizer updates a weight, at most; and after it, while its copy is made:
+    [2, layouts]."""
 
     whole = _row(0, "On this rank of tp or ep, before sharding.")
     padded = _row(1, "Of the shard, with the padding that makes all shards equal.")
@@ -93,7 +94,7 @@ class UnitSizes:
 
     def take(self, chosen: Any) -> UnitSizes:
         """The same for some of the layouts."""
-        return UnitSizes(self.sums.take(chosen, axis=1), self.scratch.take(chosen))
+        return UnitSizes(self.sums.take(chosen, axis=1), self.scratch.take(chosen, axis=1))
 
     def without_states(self) -> UnitSizes:
         """The same for a copy of weights that the optimizer does not update."""
@@ -104,17 +105,20 @@ class UnitSizes:
     @classmethod
     def none(cls, layouts: int) -> UnitSizes:
         """Nothing, for a number of layouts."""
-        return cls(np.zeros((12, layouts)), np.zeros(layouts))
+        return cls(np.zeros((12, layouts)), np.zeros((2, layouts)))
 
 
-def unit_sizes(job: Job, layouts: Layouts, tp_rank: Size = 0, shard: Size = 0) -> dict[str, UnitSizes]:
-    """Sizes by kind of unit (planner/model/parameters.py): on the first ranks, which hold most, or on those given."""
+def unit_sizes(
+    job: Job, layouts: Layouts, tp_rank: Size = 0, shard: Size = 0, rounds: bool = False
+) -> dict[str, UnitSizes]:
+    """Sizes by kind of unit (planner/model/parameters.py): on the first ranks, which hold most, or on those given.
+    `rounds`: copies in bf16 are made by operators on whole weights, not by a kernel."""
     sharded = layouts.dp_shard > 1
     ways = np.where(sharded, layouts.dp_shard * layouts.cp, 1)
     rest = np.where(sharded, np.maximum(layouts.dp_shard * layouts.cp * layouts.tp // layouts.ep, 1), 1)
     under_sequence = unit_weights(job.model, True)
     return {
-        kind: _sizes(job, weights, under_sequence[kind], layouts, ways, rest, tp_rank, shard)
+        kind: _sizes(job, weights, under_sequence[kind], layouts, ways, rest, tp_rank, shard, rounds)
         if weights
         else UnitSizes.none(len(layouts))
         for kind, weights in unit_weights(job.model, False).items()
@@ -123,7 +127,7 @@ def unit_sizes(job: Job, layouts: Layouts, tp_rank: Size = 0, shard: Size = 0) -
 
 def _sizes(
     job: Job, weights: Sequence[Weight], under_sequence: Sequence[Weight], layouts: Layouts, ways: Size, rest: Size,
-    tp_rank: Size, place: Size,
+    tp_rank: Size, place: Size, rounds: bool,
 ) -> UnitSizes:  # fmt: skip
     """The sums over some weights; arrays have one row for each weight and one column for each layout."""
 
@@ -167,4 +171,5 @@ def _sizes(
     trained = column(w.trained for w in weights)
     gradients = [trained * rows for rows in (aligned, partial, state, whole * sent, whole, padded, held, gathered)]
     sums = np.stack([whole, padded, held, gathered, *gradients]).sum(1)
-    return UnitSizes(sums, FP32_BYTES * (trained * scratch).max(0))
+    rounding = 2.0 * held * rounds * (layouts.dp_shard == 1)  # two tensors of integers
+    return UnitSizes(sums, FP32_BYTES * (trained * np.stack([scratch, rounding])).max(1))

@@ -74,6 +74,8 @@ class Stage:
     """Peak of the first half of a block's split backward pass."""
     waits_more: Size
     """Bytes that a waiting microbatch keeps on average beyond those of one that passes all stages of the rank."""
+    in_forward: Size | None = None
+    """Bytes held through a forward pass, besides."""
 
     @property
     def all_later(self) -> Size:
@@ -226,6 +228,8 @@ class StepTrace:
     def _forward(self) -> None:
         s, w, r = self.s, self.w, self.r
         w.add(s.per_microbatch + s.received, "activations")
+        if s.in_forward is not None:
+            w.add(s.in_forward, "temporary")
         gathering = r.sharded and not self.ready
         if gathering:
             w.add(s.root.gathered, r.weights)
@@ -236,6 +240,8 @@ class StepTrace:
         for unit, count in s.blocks:
             w.repeat(count, partial(self._block_forward, unit, gathering))
         w.flash(s.end.forward)
+        if s.in_forward is not None:
+            w.free(s.in_forward, "temporary")
         w.add(s.end.kept, "activations")
         if gathering:
             w.free(self.before, "communication")

@@ -9,16 +9,10 @@ import numpy as np
 
 from weft.job.schema import Job, Model
 from weft.planner.engine_constants import FP8_ALIGNMENT, FP8_LOGITS_CHUNKS, LOGITS_BYTES
-from weft.planner.memory.block_trace import (
-    BlockBytes,
-    block_bytes,
-    coded_pass,
-    head_bytes,
-    input_pass_bytes,
-    selective_kept,
-)
+from weft.planner.memory.block_trace import BlockBytes, block_bytes, coded_pass, input_pass_bytes, selective_kept
 from weft.planner.memory.expert_trace import Mixture
-from weft.planner.memory.live_bytes import CODED_BYTES, FP32_BYTES, PassBytes, Sizes, keeps_input
+from weft.planner.memory.head_trace import head_bytes
+from weft.planner.memory.live_bytes import CODED_BYTES, FP32_BYTES, LearnedScores, PassBytes, Sizes
 from weft.planner.model.fp8 import delayed_scales, fp8_head_blocks
 from weft.planner.model.model_facts import Size
 from weft.planner.plan import Plan
@@ -43,13 +37,15 @@ class Passes:
     """Of the norm before the head."""
     input_pass: Size
     """The peak of the first half of a block's split backward pass."""
+    distances: Size
+    """Bytes of scores by distance (t5), which all blocks of an encoder or decoder read."""
 
     def table(self) -> Any:
         """All numbers as rows of one array, [rows, layouts]."""
         blocks = [b for b in (self.dense, self.routed) if b is not None]
         parts = [p for modes in blocks for p in modes] + [self.begin, self.end]
         rows = [x for p in parts for x in (p.kept, p.forward, p.backward, p.inner)]
-        rows += [self.head_grad, self.hidden, self.per_microbatch, self.later, self.later_end, self.input_pass]
+        rows += [getattr(self, name) for name in SINGLE_ROWS]
         size = np.size(self.hidden)
         return np.stack([np.broadcast_to(np.asarray(row, float), size) for row in rows])
 
@@ -61,17 +57,20 @@ class Passes:
         def part(row: int) -> PassBytes:
             return PassBytes(*table[row : row + 4].take(columns, axis=1))
 
+        last = 8 + len(SINGLE_ROWS)
         code, blocks = int(recompute[0]) if len(recompute) else 0, []
         same, numbers = np.all(recompute == code), np.arange(4)[:, None]
-        for row in range(0, len(table) - 14, 12):
+        for row in range(0, len(table) - last, 12):
             chosen = part(row + 4 * code) if same else PassBytes(*table[row + 4 * recompute + numbers, columns])
             blocks.append((chosen, part(row)) if partly else (chosen,))
-        rest = table[-14:].take(columns, axis=1)
+        rest = table[-last:].take(columns, axis=1)
         return cls(
             blocks[0], blocks[1] if len(blocks) > 1 else None, PassBytes(*rest[:4]), PassBytes(*rest[4:8]), *rest[8:]
         )  # fmt: skip
 
 
+SINGLE_ROWS = ("head_grad", "hidden", "per_microbatch", "later", "later_end", "input_pass", "distances")
+"""Fields of Passes that are one number for each layout."""
 MAX_SCORES = 1 << 24
 """Scores that attention on a CPU holds at once (models/attention.py)."""
 PASS_FLAGS = ("fp32", "tp", "sequence", "retain", "ep", "sharded", "compiled", "long")
@@ -134,7 +133,7 @@ def _tile(memory: PassTables, layouts: Layouts) -> Size:
     keys = seq / np.maximum(cut, 1) if plan.cp_style != "ulysses" else seq + 0.0 * cut
     scores = layouts.microbatch * (m.heads or 0) / layouts.tp * keys * keys
     scores = scores / (layouts.cp if plan.cp_style == "ulysses" else 1)
-    used = (memory.device == "cpu") & (bool(m.sinks) | (layouts.cp > 1))
+    used = (memory.device == "cpu") & ((bool(m.sinks) and _window_share(m) < 1) | (layouts.cp > 1))
     return used * FP32_BYTES * np.minimum(scores, MAX_SCORES)
 
 
@@ -168,6 +167,7 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
     job, plan = memory.job, memory.plan
     m, seq = job.model, job.data.seq_len
     z = _sizes(memory, layouts, flags)
+    z = replace(z, learned=_learned(memory, layouts, z))
     mix = _mixture(job, layouts, flags, plan.ep_copies)
     if flags["long"]:
         dense = _chunked_block(z)
@@ -177,19 +177,20 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
         dense = block_bytes(m, z)
     routed = block_bytes(m, z, mix) if mix is not None else None
     hidden = z.rows * z.dim * z.c
-    tables: Size = 0.0
+    indices, table = 0.0, 0.0 * z.tokens
     if m.is_encoder_decoder:
-        dense, routed, tables = _stream_blocks(m, dense, z, seq, memory.device)
+        table = (m.heads or 0) * float(seq) * seq * z.c + 0.0 * z.tokens
+        indices = 8.0 * seq * seq  # of the distances
+        routed = block_bytes(m, replace(z, cross=True))
         hidden = 2 * hidden
     rotary = float(FP32_BYTES * seq * (m.head_dim or 0)) * (layouts.microbatch if job.data.separates_documents else 1)
-    per_microbatch = (rotary if m.positions == "rope" else 8.0 * seq) + tables + 0.0 * z.tokens
+    per_microbatch = (rotary if m.positions == "rope" else 8.0 * seq) + indices + 0.0 * z.tokens
     if job.data.separates_documents:
         per_microbatch = per_microbatch + layouts.microbatch * float(seq) * seq
         mask = layouts.microbatch * float(seq) * seq * z.c
         dense, routed = _masked(dense, mask), _masked(routed, mask) if routed else None
-    elif m.window is not None and m.window < seq:  # a mask for each block with a window
-        share = sum(m.has_window(i) for i in range(m.layers or 0)) / (m.layers or 1)
-        mask = share * float(seq) * seq * (z.c + 0.0 * z.tokens)
+    elif m.window is not None and m.window < seq and not m.sinks:  # a mask for each block with a window
+        mask = _window_share(m) * float(seq) * seq * (z.c + 0.0 * z.tokens)
         dense, routed = _masked(dense, mask), _masked(routed, mask) if routed else None
     vocab = np.ceil(m.outputs / layouts.tp)
     targets = layouts.microbatch * 1.0 if m.labels_samples else z.tokens
@@ -202,7 +203,8 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
     wide = z.ffn if mix is None else (mix.uses * mix.ffn + z.tokens * mix.shared) / z.tokens
     in_fp32 = not z.fused and m.norm != "layernorm"
     of_norm = (FP32_BYTES if in_fp32 else z.c) * z.rows * z.dim
-    later = z.tokens * z.c * (z.heads + 2 * z.kv + gates * wide) + 2 * hidden + 2 * of_norm
+    sums = 1 if m.parallel_residual else 2  # whose gradient is that of what is added
+    later = z.tokens * z.c * (z.heads + 2 * z.kv + gates * wide) + sums * hidden + 2 * of_norm
     if m.norm_at == "both":
         later = later + 2 * of_norm
     if m.qk_norm:
@@ -213,31 +215,33 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
     blocks = dense if routed is None else routed
     split = 0.0 * later if flags["long"] or flags["compiled"] or z.coded else input_pass_bytes(m, z, mix)
     input_pass = np.maximum(blocks[0].backward, split)
-    return Passes(dense, routed, begin, end, head_grad, hidden, per_microbatch, later, of_norm, input_pass)
+    return Passes(dense, routed, begin, end, head_grad, hidden, per_microbatch, later, of_norm, input_pass, table)
 
 
-def _stream_blocks(m: Model, block: BlockBytes, z: Sizes, seq: int, device: str) -> tuple[BlockBytes, BlockBytes, Size]:
-    """A block of an encoder and one of a decoder, and the bytes of both tables of scores by distance with a gradient.
-    Since these are learned, a CPU keeps scores and their softmax."""
-    tables = (device == "cpu") * float(seq) * seq * z.scores * z.c
-    scores = 2 * tables * z.tokens / seq
-    x = z.rows * z.dim * z.c
-    wide = 0 if keeps_input(m, z) else 2 * FP32_BYTES / z.c
-    cross = z.tokens * (2 * z.heads + 2 * z.kv) * z.c + (3 + wide) * x
-    stored = CODED_BYTES / z.c if z.coded else 1.0
+def _learned(memory: PassTables, layouts: Layouts, z: Sizes) -> LearnedScores:
+    """Of t5's distances, and of sinks in a sliding window, which are a mask with a gradient. A GPU's kernel reads the
+    mask; a CPU has the scores of all samples in fp32."""
+    m, seq = memory.job.model, float(memory.job.data.seq_len)
+    limited = (m.window is not None and m.window < seq) or memory.job.data.separates_documents
+    if not m.is_encoder_decoder and not (m.sinks and limited):
+        return LearnedScores()
+    some = 1.0 if m.is_encoder_decoder or m.window is None else _window_share(m)
+    table, scores = z.scores * seq * seq * z.c, layouts.microbatch * z.scores * seq * seq * FP32_BYTES
+    if memory.device == "cuda":
+        return LearnedScores(some * table, 0.0, table, scores * z.c / FP32_BYTES)
+    operands, own = 3 * z.tokens * z.heads * FP32_BYTES, z.tokens * (z.heads + 2 * z.kv) * z.c
+    back = np.maximum(2 * scores, scores + 2 * table * (layouts.microbatch > 1))
+    return LearnedScores(some * scores, some * (operands - own), 2 * scores + table + operands - own, back)
 
-    def larger(p: PassBytes, more: Size, stays: bool) -> PassBytes:
-        kept, again = (more * stored, 0.0) if stays else (0.0, more + scores / 2)
-        return replace(p, kept=p.kept + kept, forward=p.forward + more, backward=p.backward + again + 1.5 * scores)
 
-    encoder = BlockBytes(*(larger(p, scores, i == 0) for i, p in enumerate(block)))
-    decoder = BlockBytes(*(larger(p, scores + cross, i == 0) for i, p in enumerate(block)))
-    return encoder, decoder, 3 * tables
+def _window_share(m: Model) -> float:
+    """Share of the blocks that have the sliding window."""
+    return sum(m.has_window(i) for i in range(m.layers or 0)) / (m.layers or 1)
 
 
 def _masked(block: BlockBytes, mask: Size) -> BlockBytes:
     """The same with an attention mask in the compute dtype."""
-    none, some, full = (replace(p, forward=p.forward + mask) for p in (block.none, block.selective, block.full))
+    none, some, full = (replace(p, forward=p.forward + mask) for p in block)
     return BlockBytes(replace(none, kept=none.kept + mask), replace(some, kept=some.kept + mask), full)
 
 
@@ -247,7 +251,7 @@ def _embedding(m: Model, z: Sizes, layouts: Layouts) -> PassBytes:
     learned = m.positions == "learned"
     looked_up = z.tp and not m.is_classifier
     forward = out + (2 * whole + out if looked_up else 0) + (2 * out if learned else 0)
-    kept = out + (z.tokens * 9 if z.tp else 0)
+    kept = (2 if m.is_encoder else 1) * out + (z.tokens * 9 if z.tp else 0)  # an encoder's sum has a norm
     table = 0.0 * whole if m.is_classifier else np.ceil((m.vocab or 0) / layouts.tp) * z.dim * z.c
     if m.is_classifier:
         table = table + m.patch_dim * z.dim * z.c
@@ -318,4 +322,4 @@ def _mlp_passes(memory: PassTables, layouts: Layouts, flags: dict[str, Any]) -> 
     loss = 3 * layouts.microbatch * float(dim) * FP32_BYTES
     zero = 0.0 * x
     return Passes(BlockBytes(none, none, full), None, PassBytes(zero, zero, zero), PassBytes(zero, loss, loss), zero, x,
-                  zero, 2 * x, zero, none.backward)  # fmt: skip
+                  zero, 2 * x, zero, none.backward, zero)  # fmt: skip
