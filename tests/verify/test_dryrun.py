@@ -144,6 +144,7 @@ PARTS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({**LLAMA, "lora": {"rank": 2}}, SELECTIVE),
     ({**GPT2, "parallel_residual": True}, {}),
     (BERT, {}),
+    ({**MOE, "head_dim": 64}, {}),
     ({**WIDE, **LATENT}, {}),
     (T5, {}),
     (T5, FULL),

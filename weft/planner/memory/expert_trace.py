@@ -73,19 +73,19 @@ def routed_forward(t: LiveBytes, m: Model, z: Sizes, mix: Mixture) -> None:
         t.take(back=x)
         _shared_forward(t, m, z, mix)
     t.flash(x + token)
-    t.take(y=token)
+    t.take(mixed=token)
     if mix.ep:
         t.drop("sent")
     if mix.cut:
         t.flash(2 * z.tokens * z.dim * z.c)
         t.take(joined=z.rows * z.dim * z.c)
-        t.drop("y")
+        t.drop("mixed")
     out = z.rows * z.dim * z.c
     if mix.experts.shared:
         t.take(sum=out)
-        t.drop("y", "joined", "always")
+        t.drop("mixed", "joined", "always")
     t.take(out=out)
-    t.drop("y", "joined", "sum")
+    t.drop("mixed", "joined", "sum")
     if not keeps_input(m, z):
         t.drop("x1")
     if not mix.experts.shared and (mix.cut or z.c < FP32_BYTES):  # nobody else has kept it
