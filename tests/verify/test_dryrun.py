@@ -26,6 +26,7 @@ VIT: dict[str, Any] = {"family": "vit", "dim": 64, "layers": 2, "heads": 4, "ffn
 MOE: dict[str, Any] = {
     **LLAMA, "experts": {"count": 4, "ffn": 48, "shared": 1, "aux_weight": 0.1, "balance": "bias", "first_dense": 1}
 }  # fmt: skip
+T5: dict[str, Any] = {"family": "t5", "dim": 64, "layers": 2, "heads": 4, "ffn": 160, "vocab": 200}
 MLP: dict[str, Any] = {"family": "mlp", "dim": 64, "layers": 8}
 WIDE, DEEP = {**LLAMA, "kv_heads": 4}, {**LLAMA, "layers": 4}
 
@@ -94,6 +95,8 @@ CASES: tuple[tuple[dict[str, Any], str, int, dict[str, Any]], ...] = (
     (WIDE, "dp_shard=2 cp=2 ulysses zero3", 3, FULL),
     (WIDE, "cp=2 tp=2 ulysses", 3, BF16),
     (LLAMA, "dp_shard=2 cp=2 ring zero1", 3, SELECTIVE | SGD),
+    (T5, "cp=2 ring tp=2", 3, BF16 | FULL),
+    (T5, "dp_shard=2 cp=4 hybrid zero3", 3, SGD),
     (MOE, "dp_shard=4 ep=2", 3, SGD),
     (MOE, "dp_shard=2 tp=2 ep=4", 1, FULL),
     (MOE, "pp2 tp2 ep2", 3, BF16),
@@ -131,7 +134,6 @@ def test_median_error_of_the_peak() -> None:
     assert median(abs(peak_error(traced_case(index))) for index in range(len(CASES))) < 0.03
 
 
-T5: dict[str, Any] = {"family": "t5", "dim": 64, "layers": 2, "heads": 4, "ffn": 160, "vocab": 200}
 LATENT = {"head_dim": 24, "rope_dim": 8, "latent": {"q_rank": 32, "kv_rank": 16, "v_dim": 16}}
 BERT: dict[str, Any] = {"family": "bert", "dim": 64, "layers": 2, "heads": 4, "ffn": 128, "vocab": 200}
 PARTS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
@@ -151,12 +153,18 @@ PARTS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     (T5, {**SELECTIVE, "precision": "fp32"}),
 )
 """Parts of models that keep tensors of their own, alone on a rank; of a large vocabulary, the copy in bf16."""
+LONG: dict[str, Any] = {"data": {"source": "synthetic", "seq_len": 256}, "train": {"global_batch": 2}}
 
 
 @pytest.mark.parametrize(("model", "sections"), PARTS)
 def test_peak_of_parts_of_models(model: dict[str, Any], sections: dict[str, Any]) -> None:
-    raw = {**BF16, "data": {"source": "synthetic", "seq_len": 256}, "train": {"global_batch": 2}, **sections}
-    assert abs(peak_error(traced(make(model, "1", **raw), 0))) < 0.05
+    assert abs(peak_error(traced(make(model, "1", **{**BF16, **LONG, **sections}), 0))) < 0.05
+
+
+def test_peak_of_long_pairs_over_context() -> None:
+    """Scores of all keys, which cp cuts by queries or by heads, in fp32 too."""
+    for layout, precision in (("cp=2 ring", {}), ("cp=4 ulysses", BF16)):
+        assert abs(peak_error(traced(make(T5, layout, **precision, **LONG), 1))) < 0.08
 
 
 def test_large_worlds() -> None:

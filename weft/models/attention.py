@@ -64,20 +64,28 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, info: TokenInfo) ->
     """All tokens on this device. q [batch, seq, heads, head_dim], k and v of as many heads or fewer."""
     mask = attention_mask(q, causal, info)
     if info.bias is not None:
-        mask = _biased(info.bias.to(q.dtype), mask, causal)
+        if causal and mask is None:
+            mask = torch.ones(info.bias.shape[1:], dtype=torch.bool, device=q.device).tril()
+        mask = biased(info.bias.to(q.dtype), mask)
     if mask is None and _suits_cudnn(q):
         return _cudnn(q, k, v, causal)
+    return masked_attention(q, k, v, mask, info.scale, causal=causal and mask is None)
+
+
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, causal: bool = False
+) -> Tensor:
+    """Attention of queries to any number of keys. `mask` is True where a token may attend, or is added to the scores:
+    [batch or 1, heads or 1, queries or 1, keys]."""
     y = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-        attn_mask=mask, is_causal=causal and mask is None, enable_gqa=q.shape[2] != k.shape[2], scale=info.scale,
+        attn_mask=mask, is_causal=causal, enable_gqa=q.shape[2] != k.shape[2], scale=scale,
     )  # fmt: skip
     return y.transpose(1, 2)
 
 
-def _biased(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+def biased(bias: Tensor, mask: Tensor | None) -> Tensor:
     """What is added to the scores, -inf where a token may not attend: [batch or 1, heads, queries, keys]"""
-    if causal and mask is None:
-        mask = torch.ones(bias.shape[1:], dtype=torch.bool, device=bias.device).tril()
     return bias.unsqueeze(0) if mask is None else bias.unsqueeze(0).masked_fill(~mask, float("-inf"))
 
 

@@ -17,6 +17,10 @@ from weft.models.transformer import Head
 from weft.models.user.module import build_user_module, user_loss_sum
 from weft.models.user.task_losses import TaskLosses
 
+ARGUMENTS = ("docs", "positions", "rows", "types", "decoder_inputs", "decoder_rows")
+LENGTHS = ("length", "decoder_length")
+"""Parts of a batch that a model is called with besides inputs and targets."""
+
 
 def build_model(model: Model, seed: int = 0) -> nn.Module:
     """The model of a job: Weft's families on the meta device, a user's module with its own initial values."""
@@ -61,15 +65,14 @@ def logits(module: nn.Module, batch: dict[str, Tensor], *, seed: int = 0, dtype:
     """The output of one of Weft's models for a batch."""
     inputs, named = _arguments(batch, seed, dtype)
     if isinstance(module, EncoderDecoder):
-        named["decoder_inputs"] = shifted_right(batch["targets"], batch["valid"])
+        named.setdefault("decoder_inputs", shifted_right(batch["targets"], batch["valid"]))
     out: Tensor = module(inputs, **named)
     return out
 
 
 def _arguments(batch: dict[str, Tensor], seed: int, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
     inputs = batch["inputs"]
-    extras: dict[str, Any] = {k: batch[k] for k in ("docs", "positions", "rows", "types") if k in batch}
-    if "length" in batch:
-        extras["length"] = int(batch["length"])
+    extras: dict[str, Any] = {k: batch[k] for k in ARGUMENTS if k in batch}
+    extras |= {k: int(batch[k]) for k in LENGTHS if k in batch}
     inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
     return inputs, {"keys": batch["ids"] * 0x5851F42D4C957F2D + seed, **extras}

@@ -16,7 +16,9 @@ class DecodingCache:
     """What the decoder needs of its source and of earlier tokens, a row for each text that is generated."""
 
     def __init__(self, model: EncoderDecoder, inputs: Tensor, docs: Tensor | None):
-        self.model, self.docs, self.length = model, docs, 0
+        self.model, self.length = model, 0
+        length = inputs.shape[1]
+        self.mask = model.source_mask(TokenInfo(None, docs, None, torch.arange(length), length))
         self.blocks = {name: block for name, block in model.blocks.items() if isinstance(block, DecoderBlock)}
         memory = model.encode(inputs, docs)
         self.sources = {name: block.cross.keys_values(memory) for name, block in self.blocks.items()}
@@ -36,7 +38,7 @@ class DecodingCache:
 
     def keep(self, rows: Tensor) -> None:
         """Continue with these rows, some of them several times."""
-        self.docs = None if self.docs is None else self.docs[rows]
+        self.mask = None if self.mask is None else self.mask[rows]
         self.sources = {name: (k[rows], v[rows]) for name, (k, v) in self.sources.items()}
         self.earlier = {name: tuple(t[rows] for t in held) for name, held in self.earlier.items()}
 
@@ -45,12 +47,12 @@ class DecodingCache:
         model, row = self.model, torch.tensor([self.length])
         assert model.embed is not None
         self.length += 1
-        bias = model.bias(model.decoder_bias, row, torch.arange(self.length), False)
+        bias = model.bias(model.decoder_bias, range(self.length - 1, self.length), range(self.length), False)
         info = TokenInfo(None, None, None, row, self.length, bias=bias, scale=model.scale)
         x = model.embed(tokens.unsqueeze(1))
         for name, block in self.blocks.items():
             block.cross.held = self.sources[name]
-            x = block(x, info, x, self.docs)
+            x = block(x, info, x, self.mask)
         return model.finish(x, None, row, None, None, 0.0)[:, -1].float()
 
     def _extend(self, name: str, *new: Tensor) -> tuple[Tensor, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import ClassVar, cast
 
 import torch
@@ -10,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.job.schema import Model
-from weft.models.attention import TokenInfo
+from weft.models.attention import TokenInfo, masked_attention
 from weft.models.attention_layer import Attention
 from weft.models.dropout import Dropout, salt
 from weft.models.feedforward import FeedForward
 from weft.models.init import STD
 from weft.models.norms import make_norm
+from weft.models.relative_positions import position_scores
 from weft.models.transformer import Block, Head
 
 CROSS_SITE = 1 << 20
@@ -23,8 +25,9 @@ CROSS_SITE = 1 << 20
 
 
 class CrossAttention(Attention):
-    """Queries of the decoder's tokens, keys and values of the encoder's output."""
+    """Queries of the decoder's tokens, keys and values of the encoder's output. A layout may replace `attend`."""
 
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], Tensor] = staticmethod(masked_attention)
     scale: float | None = None
     """Scale of the scores, where it is not 1 / √head_dim."""
     held: tuple[Tensor, Tensor] | None = None
@@ -36,15 +39,10 @@ class CrossAttention(Attention):
         k, v = (self.whole_head(layer(memory)).unflatten(-1, (-1, self.head_dim)) for layer in (self.k, self.v))
         return k, v
 
-    def forward(self, x: Tensor, memory: Tensor, docs: Tensor | None) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:  # type: ignore[override]
         q = self.q(self.enter(x)).unflatten(-1, (-1, self.head_dim))
         k, v = self.keys_values(memory) if self.held is None else self.held
-        mask = None if docs is None else (docs == docs[:, :1])[:, None, None]  # padding is another document
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask,
-            enable_gqa=q.shape[2] != k.shape[2], scale=self.scale,
-        )  # fmt: skip
-        return self.output(y.transpose(1, 2))
+        return self.output(self.attend(q, k, v, mask, self.scale))
 
 
 def _gelu_in_parts(x: Tensor) -> Tensor:
@@ -65,26 +63,11 @@ class DecoderBlock(Block):
         self.cross.scale = scale
         self.cross_drop = Dropout(m.dropout or 0.0, site=CROSS_SITE)
 
-    def forward(self, x: Tensor, info: TokenInfo, memory: Tensor, docs: Tensor | None) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, info: TokenInfo, memory: Tensor, mask: Tensor | None) -> Tensor:  # type: ignore[override]
         assert self.attn_norm is not None and self.mlp_norm is not None
         x = x + self.attn_drop(self.attn(self.attn_norm(x), info), info.keys, info.rows)
-        x = x + self.cross_drop(self.cross(self.cross_norm(x), memory, docs), info.keys, info.rows)
+        x = x + self.cross_drop(self.cross(self.cross_norm(x), memory, mask), info.keys, info.rows)
         return x + self.mlp_drop(self.mlp(self.mlp_norm(x), info), info.keys, info.rows)
-
-
-def position_buckets(distance: Tensor, both_sides: bool, buckets: int, limit: int) -> Tensor:
-    """The bucket of each distance (position of the key less that of the query): one for each short distance, then
-    wider ones up to `limit`."""
-    first = torch.zeros_like(distance)
-    if both_sides:
-        buckets //= 2
-        first, distance = (distance > 0).long() * buckets, distance.abs()
-    else:
-        distance = (-distance).clamp(min=0)
-    exact = buckets // 2
-    growth = torch.log(distance.clamp(min=1).float() / exact) / math.log(limit / exact) * (buckets - exact)
-    far = (exact + growth.long()).clamp(max=buckets - 1)
-    return first + torch.where(distance < exact, distance, far)
 
 
 def shifted_right(targets: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -93,13 +76,33 @@ def shifted_right(targets: Tensor, valid: Tensor | None = None) -> Tensor:
     return F.pad(known[:, :-1], (1, 0))
 
 
+def source_mask(info: TokenInfo) -> Tensor | None:
+    """Which tokens of a source the decoder attends to, [batch, 1, 1, source]: padding is another document."""
+    return None if info.docs is None else (info.docs == info.docs[:, :1])[:, None, None]
+
+
+def _all_positions(info: TokenInfo) -> tuple[range, range]:
+    return range(info.length), range(info.length)
+
+
+def _all_heads(table: Tensor) -> Tensor:
+    return table
+
+
 class EncoderDecoder(nn.Module):
     """Embedding, blocks of the encoder, blocks of the decoder, norm, head. With targets it returns the loss summed over
     valid targets; without, logits.
 
     Between blocks both streams are in one tensor, the source's tokens before the target's: the last stages of a
     pipeline need the encoder's output, and the first ones pass the embedded target on.
+
+    Context parallelism replaces `positions` (those of the queries and keys whose scores this rank computes),
+    `own_heads` (of a table [buckets, heads], the heads it computes) and `source_mask`.
     """
+
+    positions: Callable[[TokenInfo], tuple[range, range]] = staticmethod(_all_positions)
+    own_heads: Callable[[Tensor], Tensor] = staticmethod(_all_heads)
+    source_mask: Callable[[TokenInfo], Tensor | None] = staticmethod(source_mask)
 
     units = "blocks.*"
     shared = ("encoder_bias.weight", "decoder_bias.weight")
@@ -158,16 +161,19 @@ class EncoderDecoder(nn.Module):
     def forward(
         self, inputs: Tensor, targets: Tensor | None = None, valid: Tensor | None = None, docs: Tensor | None = None,
         decoder_inputs: Tensor | None = None, keys: Tensor | None = None, smoothing: float = 0.0,
-        hidden: Tensor | None = None,
+        hidden: Tensor | None = None, rows: Tensor | None = None, length: int | None = None,
+        decoder_rows: Tensor | None = None, decoder_length: int | None = None,
     ) -> Tensor:  # fmt: skip
         # inputs [batch, source] and targets [batch, target] tokens; docs [batch, source] number documents, of which
-        # padding is one; hidden [batch, source + target, dim] if another stage began
+        # padding is one; hidden [batch, source + target, dim] if another stage began;
+        # rows and length: indices of these tokens and length of the source, if they are not all of it; decoder_rows and
+        # decoder_length: the same of the target
         if decoder_inputs is None:
             assert targets is not None, "an encoder-decoder needs targets or decoder_inputs"
             decoder_inputs = shifted_right(targets, valid)
         source, target = inputs.shape[1], decoder_inputs.shape[1]
-        info = self._info(source, docs, keys, inputs.device)
-        own = self._info(target, None, keys, inputs.device)
+        info = self._info(inputs, rows, length, docs, keys)
+        own = self._info(decoder_inputs, decoder_rows, decoder_length, None, keys)
         if hidden is None:
             assert self.embed is not None
             memory = self.source_drop(self.embed(inputs), keys, info.rows)
@@ -176,9 +182,10 @@ class EncoderDecoder(nn.Module):
             cut = source * hidden.shape[1] // (source + target)  # tp may have cut both streams
             memory, x = hidden[:, :cut], hidden[:, cut:]
         if any(name.startswith("encoder") for name in self.blocks):
-            info = info._replace(bias=self.bias(self.encoder_bias, info.rows, info.rows, True))
+            info = info._replace(bias=self.bias(self.encoder_bias, *self.positions(info), True))
         if any(name.startswith("decoder") for name in self.blocks):
-            own = own._replace(bias=self.bias(self.decoder_bias, own.rows, own.rows, False))
+            own = own._replace(bias=self.bias(self.decoder_bias, *self.positions(own), False))
+        mask = self.source_mask(info)
         for name, block in self.blocks.items():
             index = self.names.index(name)
             salted = None if keys is None or not self.keyed else keys + salt(2 * index)
@@ -187,26 +194,27 @@ class EncoderDecoder(nn.Module):
                 continue
             if index == self.encoder_depth:
                 memory = self.finish_encoder(memory, keys, info.rows)
-            x = block(x, own._replace(keys=salted), memory, docs)
+            x = block(x, own._replace(keys=salted), memory, mask)
         if self.head is None:
             return torch.cat((memory, x), 1)
         return self.finish(x, keys, own.rows, targets, valid, smoothing)
 
-    def _info(self, length: int, docs: Tensor | None, keys: Tensor | None, device: torch.device) -> TokenInfo:
-        rows = torch.arange(length, device=device)
-        return TokenInfo(None, docs, keys, rows, length, keys, scale=self.scale)
+    def _info(
+        self, tokens: Tensor, rows: Tensor | None, length: int | None, docs: Tensor | None, keys: Tensor | None
+    ) -> TokenInfo:
+        rows = torch.arange(tokens.shape[1], device=tokens.device) if rows is None else rows
+        return TokenInfo(None, docs, keys, rows, length or tokens.shape[1], keys, scale=self.scale)
 
-    def bias(self, table: nn.Module, queries: Tensor, keys: Tensor, both_sides: bool) -> Tensor:
+    def bias(self, table: nn.Embedding, queries: range, keys: range, both_sides: bool) -> Tensor:
         """What relative positions add to the scores: [heads, queries, keys]."""
-        distance = keys - queries.unsqueeze(1)
-        found: Tensor = table(position_buckets(distance, both_sides, self.buckets, self.limit))
-        return found.permute(2, 0, 1)
+        buckets = torch.arange(self.buckets, device=table.weight.device)
+        return position_scores(self.own_heads(table(buckets)), queries, keys, both_sides, self.limit)
 
     def encode(self, inputs: Tensor, docs: Tensor | None) -> Tensor:
         """The output of the encoder for a source [batch, source], without dropout: [batch, source, dim]"""
         assert self.embed is not None
-        info = self._info(inputs.shape[1], docs, None, inputs.device)
-        info = info._replace(bias=self.bias(self.encoder_bias, info.rows, info.rows, True))
+        info = self._info(inputs, None, None, docs, None)
+        info = info._replace(bias=self.bias(self.encoder_bias, *self.positions(info), True))
         memory = self.embed(inputs)
         for name in self.names[: self.encoder_depth]:
             memory = self.blocks[name](memory, info)

@@ -21,10 +21,12 @@ from weft.memory import Fp8Codec, Fp8HostOffload, HostOffload, recompute, recomp
 from weft.memory.split_master import split_parameters
 from weft.memory.weight_stream import WeightStream, streamed_units
 from weft.mesh import TOWER_AXES, Mesh, ranks_of_a_node
+from weft.models.encoder_decoder import EncoderDecoder
 from weft.models.kernel_internals import allow_variants
 from weft.models.vision.batch_norm import connect_batch_norms
-from weft.parallel.context.context_attention import Context, split_context
+from weft.parallel.context.context_attention import Context
 from weft.parallel.context.sequence_split import SequenceSplit
+from weft.parallel.context.whole_keys import WholeKeys
 from weft.parallel.data.compression import Compressor, is_compressed
 from weft.parallel.data.data_parallel import Replicas, Shards, shard
 from weft.parallel.data.delayed_sums import DelayedSums
@@ -172,7 +174,8 @@ def spread_stage(
     dtype, fp8 = COMPUTE_DTYPES[plan.precision], recipe_of(plan)
     tp, cp, sharded = mesh.axis("tp"), mesh.axis("cp"), mesh.axis("dp_shard") is not None
     split = TensorSplit(tp, mesh.submesh("tp"), plan.sequence and _can_cut_sequence(model)) if tp else None
-    context = Context(cp, SequenceSplit.of(plan, cp.rank)) if cp else None
+    attends = WholeKeys if isinstance(model, EncoderDecoder) else Context
+    context = attends(cp, SequenceSplit.of(plan, cp.rank)) if cp else None
     between = ("dp_replicate",) if mesh.axis("dp_replicate") is not None and not plan.alone else ()
     offload = HostOffload(mesh.device, plan.host_gib / plan.virtual_stages)
     codec = Fp8Codec(plan.compile) if plan.activations == "fp8" else None
@@ -192,7 +195,8 @@ def spread_stage(
         if split:
             split_tensors(split, model, modules)
         if context:
-            split_context(context, modules)
+            for _, module in modules:
+                context.span(module)
         if fp8:
             (use_fp8 if prefix else use_fp8_head)(modules, fp8)
         if prefix and plan.long:

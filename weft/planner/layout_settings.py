@@ -126,11 +126,15 @@ def choose_context_parallel(job: Job, plan: Plan, device: Device, reasons: list[
         link = device.link_gb_s if plan.cp <= in_node else min(device.link_gb_s, _network(job).gb_s)
         flops = (device.tflops_of(plan.precision) or 1.0) * 1e12
         tokens = job.data.seq_len / plan.cp
-        style, group, why = choose_style(plan.cp, in_node, heads, kv, tokens, plan.compute_bytes, flops, link * 1e9)
+        style, group, why = choose_style(
+            plan.cp, in_node, heads, kv, tokens, plan.compute_bytes, flops, link * 1e9, job.model.is_encoder_decoder
+        )
         reasons.append(f"cp by {style}: {why}")
     else:
         group = rings(style, plan.cp, heads, kv)[1]
-    return replace(plan, cp_style=style, cp_group=group, zigzag=bool(job.model.causal) and plan.cp > group)
+    # an encoder-decoder computes all scores of its queries at once, so that the order of tokens does not matter
+    zigzag = bool(job.model.causal) and not job.model.is_encoder_decoder and plan.cp > group
+    return replace(plan, cp_style=style, cp_group=group, zigzag=zigzag)
 
 
 def choose_chunks(job: Job, plan: Plan, reasons: list[str]) -> Plan:

@@ -166,7 +166,8 @@ class Stepper:
                 batches.extend(step)
                 yield self.local(step)
 
-        metrics = EvalMetrics(self.job.model, self.job.train.metrics, task if self.job.model.module else None)
+        join = self._joined if self.plan.cp > 1 else None
+        metrics = EvalMetrics(self.job.model, self.job.train.metrics, task if self.job.model.module else None, join)
         loss_of = self.loss_of(0.0) if metrics.plain and not self.job.model.module else self.evaluation_of(metrics)
         found = self.state.model.evaluate(until_stopped(), loss_of).double().reshape(-1)
         if not batches:
@@ -236,7 +237,15 @@ class Stepper:
         if self.plan.cp == 1:
             return batches
         cut = SequenceSplit.of(self.plan, self.mesh.coord("cp"))
-        return [cut.batch(b) for b in batches]
+        part = cut.pairs if self.job.model.is_encoder_decoder else cut.batch
+        return [part(b) for b in batches]
+
+    def _joined(self, batch: Batch, x: Tensor) -> Tensor:
+        """Tensors [..., tokens] of the whole targets of a batch's part, on one rank of cp; zeros on the others."""
+        axis = self.mesh.axis("cp")
+        assert axis is not None
+        length = int(batch.get("decoder_length", batch["length"]))
+        return SequenceSplit.of(self.plan, axis.rank).joined(x, axis, length) * (axis.rank == 0)
 
     @property
     def apart(self) -> int:

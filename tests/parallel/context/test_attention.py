@@ -165,6 +165,15 @@ def test_bytes_and_activations_match_the_plan(pool: RankPool) -> None:
                     assert seen["memory"] / alone == pytest.approx(1 / section["cp"], rel=0.05)
 
 
+def test_bytes_of_an_encoder_and_a_decoder(pool: RankPool) -> None:
+    """Keys of both go to all ranks of a ring, or heads are exchanged."""
+    sections = {"model": {"family": "t5", "vocab": 16, "layers": 3}, "train": {"global_batch": 2}}
+    for layout in ("cp 2 ring", "cp 2 ulysses × tp 2", "cp 4 hybrid"):
+        spread = make_plan(with_layout(make_job(**sections, memory={"recompute": "full"}), parse_layout(layout)))
+        for seen in pool.run(step_bytes, spread[1].world, spread):
+            assert seen["sent"] == seen["formula"] and seen["sent"]["all_to_all"] > 0, layout
+
+
 def test_merged_blocks_equal_full_attention() -> None:
     """Keys in two parts, merged, and a query that attends to none of the first."""
     (q, k, v, dout), _ = draw({**BASE, "kv": 2})
@@ -188,3 +197,5 @@ def test_style_depends_on_heads_links_and_length() -> None:
     style, group, why = choose_style(8, 8, 6, 6, 128, 2, h100, nvlink)
     assert (style, group) == ("hybrid", 2)
     assert "2 ranks" in why
+    assert choose_style(8, 8, 32, 8, 16384, 2, h100, nvlink, at_once=True)[:2] == ("ulysses", 8)
+    assert choose_style(3, 8, 4, 4, 16384, 2, h100, nvlink, at_once=True)[:2] == ("ring", 1)

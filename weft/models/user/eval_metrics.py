@@ -103,6 +103,8 @@ DISTANCES = ("mse", "l1", "smooth_l1")
 """Losses of numbers, which have no metrics of classes."""
 OF_CLASSES = ("top5", "bleu")
 """Metrics of outputs with several classes."""
+OF_SEQUENCES = ("bleu",)
+"""Metrics that compare whole sequences of tokens."""
 VECTORS = "vectors of both towers"
 """Key of the rows of vectors, which is no name of a loss."""
 
@@ -115,6 +117,9 @@ class EvalMetrics:
     names: Sequence[str]
     task: tuple[str, NamedLoss] | None = None
     """Name and loss of the task whose samples are evaluated, of several tasks of your own module."""
+    join: Callable[[Batch, Tensor], Tensor] | None = None
+    """Where ranks have parts of a sequence: from a batch and tensors [..., tokens] to those of the whole sequences, and
+    to zeros on all ranks but one."""
 
     def __post_init__(self) -> None:
         several = self.model.loss if isinstance(self.model.loss, dict) else {}
@@ -173,6 +178,9 @@ class EvalMetrics:
                     self.rows.setdefault(part, []).append(_scores(output, target, mask, batch["ids"], self._label()))
                 else:
                     self._check_classes(name, output, target)
+                    if name in OF_SEQUENCES and self.join is not None:
+                        parts = torch.stack([output.argmax(-1), target, mask.long()])
+                        output, target, mask = self.join(batch, parts).unbind(0)
                     found.append(METRICS[name].sums(output, target, mask).to(output.device).double())
         return torch.cat(found)
 

@@ -37,9 +37,9 @@ class Context:
         blocks = self.blocks(causal, info)
         if self.cut.ulysses > 1:
             k, v = self.spread(k), self.spread(v)
-            q, k, v = _ToHeads.apply(self, q, k, v)
+            q, k, v = ToHeads.apply(self, q, k, v)
         out: Tensor = _Ring.apply(self, blocks, q, k, v)
-        return _ToRows.apply(self, out) if self.cut.ulysses > 1 else out
+        return ToRows.apply(self, out) if self.cut.ulysses > 1 else out
 
     def blocks(self, causal: bool, info: TokenInfo) -> Blocks:
         """The chunks of a batch, computed once for all layers."""
@@ -99,12 +99,32 @@ class Context:
         """The rank of another group that this one exchanges with."""
         return group * self.cut.ulysses + self.cut.rank % self.cut.ulysses
 
+    def span(self, module: nn.Module) -> None:
+        """Make attention, or means over the sequence, span the ranks of cp."""
+        if isinstance(module, Attention):
+            module.core = self
+        elif isinstance(module, Head):
+            module.mean, module.first = self.mean, self.first
+
+    def mean(self, x: Tensor, info: TokenInfo | None) -> Tensor:
+        """The mean over the tokens of all ranks."""
+        assert info is not None
+        inside = (info.rows < info.length).view(1, -1, 1)
+        return (sum_up((x * inside).sum(1, dtype=torch.float32), self.axis) / info.length).to(x.dtype)
+
+    def first(self, x: Tensor, info: TokenInfo | None) -> Tensor:
+        """The first token of the sequence, on every rank."""
+        assert info is not None
+        return sum_up((x * (info.rows == 0).view(1, -1, 1)).sum(1), self.axis)
+
 
 def _gathered(grad: Tensor, heads: int) -> Tensor:
     return grad if grad.shape[2] == heads else grad.unflatten(2, (heads, -1)).sum(3)
 
 
-class _ToHeads(torch.autograd.Function):
+class ToHeads(torch.autograd.Function):
+    """Context.to_heads(); the gradient goes back by to_rows()."""
+
     @staticmethod
     def forward(ctx: Any, context: Context, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.context = context
@@ -115,7 +135,9 @@ class _ToHeads(torch.autograd.Function):
         return None, *ctx.context.to_rows(*grads)
 
 
-class _ToRows(torch.autograd.Function):
+class ToRows(torch.autograd.Function):
+    """Context.to_rows() of one tensor; the gradient goes back by to_heads()."""
+
     @staticmethod
     def forward(ctx: Any, context: Context, out: Tensor) -> Tensor:
         ctx.context = context
@@ -250,22 +272,3 @@ def _add(total: Arrived, returned: list[tuple[list[int], Exchange]]) -> None:
         chunks, exchange = returned.pop()
         for j, grad in zip(chunks, exchange.wait(), strict=True):
             total[j] += grad
-
-
-def split_context(context: Context, modules: list[tuple[str, nn.Module]]) -> None:
-    """Make attention, and means over the sequence, span the ranks of cp."""
-
-    def mean(x: Tensor, info: TokenInfo | None) -> Tensor:
-        assert info is not None
-        inside = (info.rows < info.length).view(1, -1, 1)
-        return (sum_up((x * inside).sum(1, dtype=torch.float32), context.axis) / info.length).to(x.dtype)
-
-    def first(x: Tensor, info: TokenInfo | None) -> Tensor:
-        assert info is not None
-        return sum_up((x * (info.rows == 0).view(1, -1, 1)).sum(1), context.axis)
-
-    for _, module in modules:
-        if isinstance(module, Attention):
-            module.core = context
-        elif isinstance(module, Head):
-            module.mean, module.first = mean, first

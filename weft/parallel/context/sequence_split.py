@@ -5,13 +5,15 @@ the front and the r-th from the end, so that every group computes the same numbe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from weft.comm.axis import Axis
 from weft.models.attention import Docs
+from weft.models.encoder_decoder import shifted_right
 from weft.planner.plan import Plan
 from weft.planner.time.context import chunks_of, sees
 
@@ -57,10 +59,7 @@ class SequenceSplit:
 
     def batch(self, batch: Batch) -> Batch:
         """This rank's part of a batch. Document numbers stay whole, since masks need those of other ranks."""
-        inputs = batch["inputs"]
-        length = inputs.shape[1]
-        rows = self.rows(length).to(inputs.device, non_blocking=True)
-        inside = rows.clamp(max=length - 1)
+        length, rows, inside = self._held(batch["inputs"])
         out = {**batch, "rows": rows, "length": torch.tensor(length), "positions": inside}
         by_token = batch["valid"].dim() > 1
         for key in ("inputs", *(("targets",) if by_token else ()), "positions", "types"):
@@ -71,6 +70,31 @@ class SequenceSplit:
         elif self.rank > 0:  # one target a sample, which every rank computes: one of them counts it
             out["valid"] = torch.zeros_like(batch["valid"])
         return out
+
+    def pairs(self, batch: Batch) -> Batch:
+        """This rank's part of a batch of sources and targets. The decoder's inputs are shifted before the split: the
+        first of a rank is the last target of the rank before."""
+        shifted = shifted_right(batch["targets"], batch["valid"])
+        length, rows, inside = self._held(batch["inputs"])
+        target, own, known = self._held(batch["targets"])
+        return {
+            **batch, "inputs": batch["inputs"].index_select(1, inside), "rows": rows, "length": torch.tensor(length),
+            "decoder_inputs": shifted.index_select(1, known), "decoder_rows": own,
+            "decoder_length": torch.tensor(target), "targets": batch["targets"].index_select(1, known),
+            "valid": batch["valid"].index_select(1, known) & (own < target),
+        }  # fmt: skip
+
+    def joined(self, x: Tensor, axis: Axis, length: int) -> Tensor:
+        """A tensor [..., length] of whole sequences, from the parts of all ranks."""
+        held = torch.cat([replace(self, rank=rank).rows(length) for rank in range(axis.size)])
+        return axis.all_gather(x, x.dim() - 1).index_select(-1, held.argsort()[:length].to(x.device))
+
+    def _held(self, tokens: Tensor) -> tuple[int, Tensor, Tensor]:
+        """The length of sequences [batch, length, ...], and the positions of this rank's tokens with padding, and with
+        the last token in place of padding."""
+        length = tokens.shape[1]
+        rows = self.rows(length).to(tokens.device, non_blocking=True)
+        return length, rows, rows.clamp(max=length - 1)
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,8 @@ def _cross_forward(t: LiveBytes, m: Model, z: Sizes) -> None:
     enter(t, z, "nc")
     if z.sequence:  # the encoder's output is gathered in each block
         t.take(memory=z.tokens * z.dim * z.c)
-    t.take(qc=z.tokens * z.heads * z.c, kc=z.tokens * z.kv * z.c, vc=z.tokens * z.kv * z.c)
+    keys = z.tokens * z.kv * z.c * z.gathered
+    t.take(qc=z.tokens * z.heads * z.c, kc=keys, vc=keys)
     t.take(yc=z.tokens * z.heads * z.c, lsec=z.tokens * z.scores * FP32_BYTES)
     leave(t, z, "oc")
     t.drop("nc0")

@@ -294,7 +294,9 @@ class LayoutGroup:
             kinds = self._offloaded(kinds)
         stages = layouts.virtual_stages if flags["piped"] else 1
         streams = 1 + (self.job.model.is_encoder_decoder & (dense > 0) & (blocks > dense))
-        stays = passes.distances * streams * (layouts.recompute > 0)  # blocks that run again read them again
+        # blocks that run again read them again, and from the second block on there is a gradient to add to
+        tables = streams + ((dense > 1) | (blocks - dense > 1))
+        stays = passes.distances * tables * (layouts.recompute > 0)
         head_grad = passes.head_grad * self.ends * (self.job.model.lora is None)
         return Stage(
             tuple(kinds), _unit(states, "root", self.compute_bytes, NO_PASSES), _scaled(passes.begin, self.begins),
@@ -302,7 +304,7 @@ class LayoutGroup:
             passes.hidden * (stages - self.begins), passes.per_microbatch * np.maximum(stages, streams) + stays,
             passes.later * (self.rank.pending > 0) / stages, passes.later_end * self.ends * (self.rank.pending > 0),
             np.where(self.rank.pending > 0, passes.input_pass, passes.dense[0].backward), waits_more,
-            passes.distances * streams - stays if self.job.model.is_encoder_decoder else None,
+            passes.distances * streams * (layouts.recompute == 0) if self.job.model.is_encoder_decoder else None,
         )  # fmt: skip
 
     def _offloaded(self, kinds: list[tuple[Unit, Size]]) -> list[tuple[Unit, Size]]:

@@ -140,6 +140,9 @@ class Sizes:
     learned: LearnedScores = NONE_LEARNED
     cross: bool = False
     """Whether the block also attends to the output of an encoder."""
+    gathered: Size = 1.0
+    """Keys and values that attention keeps, relative to those of the rank's own tokens: with learned scores over cp,
+    those of all groups of the ring."""
 
 
 CODED_BYTES = 1 + FP32_BYTES / ACTIVATION_SCALE_BLOCK

@@ -133,7 +133,8 @@ def _tile(memory: PassTables, layouts: Layouts) -> Size:
     keys = seq / np.maximum(cut, 1) if plan.cp_style != "ulysses" else seq + 0.0 * cut
     scores = layouts.microbatch * (m.heads or 0) / layouts.tp * keys * keys
     scores = scores / (layouts.cp if plan.cp_style == "ulysses" else 1)
-    used = (memory.device == "cpu") & ((bool(m.sinks) and _window_share(m) < 1) | (layouts.cp > 1))
+    tiled = (layouts.cp > 1) & (not m.is_encoder_decoder)
+    used = (memory.device == "cpu") & ((bool(m.sinks) and _window_share(m) < 1) | tiled)
     return used * FP32_BYTES * np.minimum(scores, MAX_SCORES)
 
 
@@ -148,6 +149,7 @@ def _sizes(memory: PassTables, layouts: Layouts, flags: dict[str, Any]) -> Sizes
         ffn=(m.ffn or 0) / tp, c=FP32_BYTES if flags["fp32"] else 2, tp=flags["tp"], sequence=flags["sequence"],
         retain=flags["retain"], fused=plan.device == "cuda", coded=plan.activations == "fp8",
         exchanged=(layouts.cp > 1) * 1.0, tile=_tile(memory, layouts),
+        gathered=layouts.cp / plan.cp_group if m.is_encoder_decoder else 1.0,
     )  # fmt: skip
 
 
@@ -177,14 +179,13 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
         dense = block_bytes(m, z)
     routed = block_bytes(m, z, mix) if mix is not None else None
     hidden = z.rows * z.dim * z.c
-    indices, table = 0.0, 0.0 * z.tokens
+    table = 0.0 * z.tokens
     if m.is_encoder_decoder:
-        table = (m.heads or 0) * float(seq) * seq * z.c + 0.0 * z.tokens
-        indices = 8.0 * seq * seq  # of the distances
+        table = z.scores * float(seq) * seq * z.c / layouts.cp
         routed = block_bytes(m, replace(z, cross=True))
         hidden = 2 * hidden
     rotary = float(FP32_BYTES * seq * (m.head_dim or 0)) * (layouts.microbatch if job.data.separates_documents else 1)
-    per_microbatch = (rotary if m.positions == "rope" else 8.0 * seq) + indices + 0.0 * z.tokens
+    per_microbatch = (rotary if m.positions == "rope" else 8.0 * seq) + 0.0 * z.tokens
     if job.data.separates_documents:
         per_microbatch = per_microbatch + layouts.microbatch * float(seq) * seq
         mask = layouts.microbatch * float(seq) * seq * z.c
@@ -226,10 +227,13 @@ def _learned(memory: PassTables, layouts: Layouts, z: Sizes) -> LearnedScores:
     if not m.is_encoder_decoder and not (m.sinks and limited):
         return LearnedScores()
     some = 1.0 if m.is_encoder_decoder or m.window is None else _window_share(m)
-    table, scores = z.scores * seq * seq * z.c, layouts.microbatch * z.scores * seq * seq * FP32_BYTES
+    table = z.scores * seq * seq * z.c / layouts.cp
+    scores = layouts.microbatch * z.scores * seq * seq * FP32_BYTES / layouts.cp
     if memory.device == "cuda":
-        return LearnedScores(some * table, 0.0, table, scores * z.c / FP32_BYTES)
-    operands, own = 3 * z.tokens * z.heads * FP32_BYTES, z.tokens * (z.heads + 2 * z.kv) * z.c
+        more = (z.gathered - 1) * z.tokens * 2 * z.kv * z.c
+        return LearnedScores(some * table, more, table, scores * z.c / FP32_BYTES)
+    operands = (1 + 2 * z.gathered) * z.tokens * z.heads * FP32_BYTES
+    own = z.tokens * (z.heads + 2 * z.kv) * z.c
     back = np.maximum(2 * scores, scores + 2 * table * (layouts.microbatch > 1))
     return LearnedScores(some * scores, some * (operands - own), 2 * scores + table + operands - own, back)
 

@@ -15,11 +15,6 @@ def attends(job: Job) -> bool:
 
 def sequence_rule(job: Job, plan: Plan) -> str | None:
     """cp needs a model with a sequence dimension."""
-    if plan.cp > 1 and job.model.is_encoder_decoder:
-        return (
-            f"parallel.cp={plan.cp} splits one sequence, and model.family={job.model.family} has a source and a "
-            "target; cp=1 with tp or pp would work"
-        )
     if plan.cp == 1 or attends(job):
         return None
     what = job.model.module or f"model.family={job.model.family}"

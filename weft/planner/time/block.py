@@ -58,7 +58,7 @@ class BlockTime:
         )  # fmt: skip
 
 
-def exposed(communication: Size, window: Size, overlap: float) -> Size:
+def exposed(communication: Size, window: Size, overlap: Size) -> Size:
     """Communication that is not hidden behind `window` seconds of compute."""
     return communication - overlap * np.minimum(communication, window)
 
@@ -98,7 +98,11 @@ def block_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: 
     ring = (layouts.cp - 1) * links.send_time(near, 2 * tokens * kv * size)
     swap = links.all_to_all_time(near, tokens * 2 * (model.q_width / layouts.tp + kv) * size)
     cp = np.where(layouts.cp > 1, np.where(layouts.cp_style == CP_STYLES.index("ring"), ring, swap), 0.0)
-    cp_f, cp_b = exposed(cp, w.attention, cal.overlap_cp), exposed(2 * cp, 2.5 * w.attention, cal.overlap_cp)
+    # with an encoder and a decoder all keys are needed at once, and again in cross attention
+    cross = np.asarray(model.cross_share)
+    hidden, cp = np.where(cross > 0, 0.0, cal.overlap_cp), (1 + cross) * cp
+    cp_f = exposed(cp, w.attention, hidden)
+    cp_b = exposed(np.where(cross > 0, 1, 2) * cp, 2.5 * w.attention, hidden)
     # expert parallel: tokens go to their experts and back
     share = model.moe_layers / model.layers
     routed = tokens / layouts.tp * model.top_k * model.dim * size

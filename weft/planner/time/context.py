@@ -41,14 +41,18 @@ ATTENTION_EFFICIENCY = 0.4
 
 
 def choose_style(
-    cp: int, in_node: int, heads: int, kv_heads: int, tokens: float, width: int, flops: float, bytes_s: float
-) -> tuple[str, int, str]:
-    """A style, the ranks of its groups, and the reason. `tokens` are a rank's own, `bytes_s` the slowest link's."""
+    cp: int, in_node: int, heads: int, kv_heads: int, tokens: float, width: int, flops: float, bytes_s: float,
+    at_once: bool = False,
+) -> tuple[str, int, str]:  # fmt: skip
+    """A style, the ranks of its groups, and the reason. `tokens` are a rank's own, `bytes_s` the slowest link's.
+    `at_once`: keys are not sent hop by hop, so that no computing hides it."""
     # a hop computes 2 · tokens² · heads · head_dim and receives 1.5 · tokens · kv_heads · head_dim values
     shortest = RING_HOP_KV * width * kv_heads / (2 * heads) * ATTENTION_EFFICIENCY * flops / bytes_s
-    if tokens >= shortest:
+    if tokens >= shortest and not at_once:
         return "ring", 1, f"a rank's {tokens:.0f} tokens compute longer than {shortest:.0f} tokens' keys travel"
     if cp <= in_node and ulysses_fits(cp, heads, kv_heads):
+        if at_once:
+            return "ulysses", cp, "heads are exchanged for fewer bytes than all keys"
         return "ulysses", cp, f"{tokens:.0f} tokens a rank are too few to hide a ring's messages ({shortest:.0f} would)"
     inside = [u for u in range(2, cp) if cp % u == 0 and u <= in_node and ulysses_fits(u, heads, kv_heads)]
     if inside:
@@ -57,16 +61,24 @@ def choose_style(
     return "ring", 1, f"{heads} heads and {kv_heads} key heads cannot be dealt out to {cp} ranks"
 
 
+def attentions(model: Model, first: int, end: int) -> int:
+    """Attentions in blocks `first` up to but not including `end`: a block of a decoder with an encoder has two."""
+    own = end - first
+    return own + (end - max(first, min(end, model.encoder_layers or 0)) if model.is_encoder_decoder else 0)
+
+
 def context_bytes(
-    model: Model, plan: Plan, tokens: int, compute: int, group: int | None = None, blocks: int | None = None
-) -> dict[str, float]:
-    """Bytes one rank sends along cp in a step, by collective, for `tokens` sequences × padded tokens of the step.
+    model: Model, plan: Plan, tokens: int, compute: int, group: int | None = None, count: int | None = None,
+    whole: bool = False,
+) -> dict[str, float]:  # fmt: skip
+    """Bytes one rank sends along cp in a step, by collective, for `tokens` sequences × padded tokens of the step; with
+    `whole`, an all-to-all's with what a rank keeps of its own.
 
     The ring's depend on the group: the chunk at the end is needed by the groups before alone. Without one, the mean,
-    and without `blocks` the mean of all stages.
+    and without a `count` of attentions the mean of all stages.
     """
     ring, ulysses = plan.rings
-    d, layers = model.head_dim or 0, (model.layers or 0) / plan.pp if blocks is None else blocks
+    d, layers = model.head_dim or 0, attentions(model, 0, model.layers or 0) / plan.pp if count is None else count
     heads, kv = (model.heads or 0) // plan.tp, max(1, (model.kv_heads or 0) // plan.tp)
     again: float = {"none": 0, "full": 1, "selective": 1}.get(str(plan.recompute), 0)
     if isinstance(plan.recompute, int):
@@ -74,14 +86,17 @@ def context_bytes(
     passes = 1 if plan.long else 1 + again  # the forward pass once more in the backward pass
     out: dict[str, float] = {}
     held = max(kv, ulysses)  # copies of key heads where there are fewer than ranks
-    if ring > 1:
+    if ring > 1 and not model.is_encoder_decoder:
         chunk = 2 * tokens / ring / (2 if plan.zigzag else 1) * (held // ulysses) * d * compute
         last = (ring - 1) / 2 if group is None else group
         on = ring - 1 + (last if plan.zigzag else 0)
         back = 3 * (ring - 1) if plan.zigzag else 2 * (ring - 1)
         out["send"] = layers * chunk * (passes * on + back)
     if ulysses > 1:
-        row = tokens / plan.cp * d * compute * (ulysses - 1) / ulysses
+        row = tokens / plan.cp * d * compute * (1 if whole else (ulysses - 1) / ulysses)
         extra = 2 * heads + 2 * held if plan.long else 0  # q, k, v and the output once more
         out["all_to_all"] = layers * row * ((passes + 1) * 2 * (heads + held) + extra)
+    if ring > 1 and model.is_encoder_decoder:  # keys and values go to all groups, and their gradients come back
+        keys = tokens * 2 * (held // ulysses) * d * compute * (1 if whole else (ring - 1) / ring)
+        out["all_to_all"] = out.get("all_to_all", 0.0) + layers * keys * (passes + 1)
     return out

@@ -39,7 +39,7 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
                 continue
             if name == "embed.weight" and not model.is_classifier:
                 if model.tied and ends:
-                    total += (6.0 if shard.weight.trained else 4.0) * samples * seq * size
+                    total += (6.0 if shard.weight.trained else 4.0) * samples * seq * size / plan.cp
                 continue
             passes = 3.0
             if not shard.weight.unit:

@@ -32,7 +32,7 @@ from weft.planner.schedules.known_schedules import make_schedule
 from weft.planner.sync import exchange_bytes, one_replica
 from weft.planner.time.compression import replica_bytes, shard_bytes
 from weft.planner.time.compression_warmup import age, age_ranges
-from weft.planner.time.context import context_bytes
+from weft.planner.time.context import attentions, context_bytes
 from weft.planner.time.expert_traffic import EXPERT_AXES, expert_bytes, load_bytes
 
 FP32_BYTES = 4
@@ -97,14 +97,13 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
     if plan.cp > 1:
         seen = plan.microbatch * plan.accumulation * job.data.seq_len
         group, (ring, _) = coords["cp"] // plan.cp_group, plan.rings
-        blocks = sum(end - first for first, end, *_ in (stage_range(job.model, plan, stage) for stage in stages))
-        sent = context_bytes(job.model, plan, seen, plan.compute_bytes, group, blocks)
-        if ring > 1:  # the other end of the sequence receives as much as this one sends
-            other = context_bytes(job.model, plan, seen, plan.compute_bytes, ring - 1 - group, blocks)
-            out["cp"]["recv"] += round(other["send"])
-        whole = {"all_to_all": plan.cp_group / max(1, plan.cp_group - 1)}  # with what a rank keeps of its own
+        count = sum(attentions(job.model, *stage_range(job.model, plan, stage)[:2]) for stage in stages)
+        sent = context_bytes(job.model, plan, seen, plan.compute_bytes, group, count, whole=True)
+        # the other end of the sequence receives as much as this one sends
+        other = context_bytes(job.model, plan, seen, plan.compute_bytes, ring - 1 - group, count)
+        sent |= {"recv": other["send"]} if "send" in other else {}
         for kind, amount in sent.items():
-            out["cp"][kind] += round(amount * whole.get(kind, 1))
+            out["cp"][kind] += round(amount)
     if plan.world > 1:  # where one axis is all there is, it is everyone
         degrees = {**plan.axes, joint: (plan.dp_shard if plan.dp_shard > 1 else plan.dp_replicate) * plan.cp}
         everyone = next((axis for axis, degree in degrees.items() if degree == plan.world), "everyone")
@@ -140,11 +139,11 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
     unrouted = blocks if e is None or e.shared else dense
     enters = blocks + unrouted + (1 if ends else 0)
     leaves = blocks + unrouted + (1 if begins and not model.is_classifier else 0)
-    if model.is_encoder_decoder:  # cross attention enters with both streams; the source and the target are embedded
-        decoders = end - max(first, min(end, model.encoder_layers or 0))
-        enters, leaves = enters + 2 * decoders, leaves + decoders + (1 if begins else 0)
+    # cross attention enters with both streams; the source and the target are embedded
+    cross = attentions(model, first, end) - blocks
+    enters, leaves = enters + 2 * cross, leaves + cross + (1 if begins and model.is_encoder_decoder else 0)
     # a block that runs again stops at the last matrix, whose input is all that is missing (unless dropout follows)
-    once_more = (blocks + unrouted, blocks + unrouted - (0 if model.dropout else dense))
+    once_more = (blocks + unrouted + 2 * cross, blocks + unrouted + cross - (0 if model.dropout else dense))
     again = once_more if plan.recompute == "full" else (0, 0)
     if plan.sequence:
         tp["all_gather"] += times * one * (enters + leaves + again[0])
@@ -152,8 +151,7 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
     else:
         tp["all_reduce"] += times * one * (enters + leaves + again[1])
     if plan.tp > (model.kv_heads or 0):  # keys and values of which each rank computes a part of a head
-        attentions = blocks + (decoders if model.is_encoder_decoder else 0)
-        kv = 2 * times * attentions * one // (model.dim or 1) * (model.kv_heads or 0) * (model.head_dim or 0)
+        kv = 2 * times * (blocks + cross) * one // (model.dim or 1) * (model.kv_heads or 0) * (model.head_dim or 0)
         tp["all_gather"] += kv * (2 if plan.recompute == "full" else 1)
         tp["reduce_scatter"] += kv
     if begins and model.lora is not None:  # what a frozen embedding gives has no gradient
@@ -291,9 +289,12 @@ def _approximate(job: Job, plan: Plan) -> dict[str, float]:
     if plan.tp > 1 and not job.model.is_stack:
         tokens = plan.microbatch * plan.accumulation * job.data.seq_len / plan.cp
         times = 8 + 4 * recomputed_share(plan, job.model)  # two gathers and two sums a block, in each pass
-        out["tp"] = times * (job.model.layers or 0) / plan.pp * tokens * (job.model.dim or 0) * compute
+        layers = job.model.layers or 0
+        cross = 0.75 * (attentions(job.model, 0, layers) - layers)  # entered with both streams, and left
+        out["tp"] = times * (layers + cross) / plan.pp * tokens * (job.model.dim or 0) * compute
     if plan.pp > 1:
         width = 1 if job.model.is_stack else job.data.seq_len / plan.cp / (plan.tp if plan.sequence else 1)
+        width *= 2 if job.model.is_encoder_decoder else 1
         sent = plan.microbatch * plan.accumulation * width * (job.model.dim or 0) * compute
         out["pp"] = 2 * plan.virtual_stages * sent  # activations forward, gradients back
     return out
