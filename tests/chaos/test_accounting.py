@@ -48,6 +48,7 @@ def test_undetected_fault() -> None:
     output = [{"time": 9.0, "event": x, "fault": "supervisor", "how": "regroup"} for x in ("fault", "recovered")]
     (unfelt,) = outcomes([InjectedFault("supervisor", None, "data", 5, 5.5)], lines, output)
     assert (unfelt.detect_s, unfelt.resume_s, unfelt.steps_lost) == (3.5, 1.5, 0)
+    assert outcomes([], lines, output) == []  # the run had ended before the first
     read = samples([[{"step": 1, "ids": [0, 1]}]], 1, BatchRamp(2))
     assert sentence(True, [flip_bit], read, 1.0, False) == (
         "finished after 1 fault; 0 samples lost and 0 read twice; not noticed: bitflip; recovered after at most 1.5 s; "

@@ -13,6 +13,9 @@ from helpers.command import DEADLINE_S, Output, weft, write_job
 from weft.chaos.disk import Disk, damage
 from weft.chaos.faults import hold_path
 from weft.chaos.rank_faults import Orders, flip_bit, marker_of, poison
+from weft.data.open_dataset import open_dataset
+from weft.job.load import parse_job
+from weft.job.shapes import resolve
 
 JOB = {
     "name": "small",
@@ -29,7 +32,9 @@ FAULT_KEYS = {"kind", "rank", "phase", "detect_s", "resume_s", "steps_lost"}
 
 
 def test_killed_and_preempted_run_is_bit_identical(tmp_path: Path) -> None:
-    write_job(tmp_path, **JOB)
+    length = open_dataset(resolve(parse_job(JOB))).train_len
+    thirty_steps = {"epochs": 30 * 4 / length, "global_batch": 4, "eval_every": 0}
+    write_job(tmp_path, **JOB | {"train": thirty_steps})
     # two whole runs, one of them started twice: more than the usual deadline allows for
     result = weft(
         tmp_path, *["chaos", "job.yaml", "--faults", "kill@1,term", "--seed", "5", "--json"], deadline_s=5 * DEADLINE_S

@@ -9,7 +9,7 @@ import pytest
 
 from weft.job import Data, Job, JobError, Model, Optim, Parallel, Train, apply_overrides, dump_yaml, load_job, parse_job
 from weft.job.errors import Exit
-from weft.job.load import find_job
+from weft.job.load import dump_given, find_job
 from weft.job.shapes import resolve
 from weft.job.validation import OTHER_NAMES, known_keys
 
@@ -54,6 +54,8 @@ def test_example_job(tmp_path: Path) -> None:
 def test_yaml_and_back(tmp_path: Path) -> None:
     job = load_job(written(tmp_path, WHOLE))
     assert load_job(written(tmp_path, dump_yaml(job), "again.yaml")) == job
+    again = load_job(written(tmp_path, dump_given(job), "given.yaml"))
+    assert again == job and again.train.model_fields_set == job.train.model_fields_set
     resolved = resolve(job)
     assert load_job(written(tmp_path, dump_yaml(resolved), "resolved.yaml")) == resolved
     assert resolve(resolved) == resolved

@@ -37,7 +37,7 @@ def test_strong_and_weak_scaling(
         seconds = 0.01 * batch / nproc + (0.005 if nproc > 1 else 0.0)
         with Journal(run) as journal:
             for step in range(1, steps + 1):
-                journal.metrics({"step": step, "step_time_s": seconds})
+                journal.metrics({"step": step, "step_time_s": seconds, "tokens": step * batch * 3})
         return 0, run, Plan("cpu", "cpu", "gloo", dp_shard=nproc)
 
     monkeypatch.setattr(scaling, "short_run", short_run)
@@ -46,6 +46,7 @@ def test_strong_and_weak_scaling(
     assert taken == [(1, 8), (2, 8), (4, 8), (2, 16), (4, 32)]
     strong, weak = result.out.split("weak scaling")
     assert [line.split()[5] for line in strong.splitlines()[2:5]] == ["100%", "89%", "80%"]
+    assert strong.splitlines()[2].split()[4] == "300", "valid targets a second, three of each sequence"
     assert [line.split()[5] for line in weak.splitlines()[2:5]] == ["100%", "94%", "94%"]
     assert "Strong scaling" in (tmp_path / "s.html").read_text(encoding="utf-8")
 

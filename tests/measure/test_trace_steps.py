@@ -22,7 +22,8 @@ JOB = {
 
 def test_a_pipeline(tmp_path: Path) -> None:
     write_job(tmp_path, **JOB)
-    result = weft(tmp_path, "trace", "job.yaml", "--steps", "2", "--out", "all.json", "--json")
+    epochs = "train={epochs: 1, global_batch: 8}"  # the steps of a measurement are its own
+    result = weft(tmp_path, "trace", "job.yaml", epochs, "--steps", "2", "--out", "all.json", "--json")
     assert result.code == Exit.DONE, result.err
     found = json.loads(result.out)
     assert found["path"] == str(tmp_path / "all.json") and found["steps"] == [9, 10]

@@ -12,8 +12,11 @@ import pytest
 from helpers.command import python, write_job
 from helpers.forked_python import WITH_TWIN
 
+from weft.data.open_dataset import open_dataset
 from weft.job.errors import JobError
-from weft.job.load import load_job
+from weft.job.load import load_job, parse_job
+from weft.job.shapes import resolve
+from weft.tune.packed_trials import ranks_of_trial
 from weft.tune.search_space import SAMPLERS, Dimension, parse_space
 from weft.tune.speed import find_fastest
 from weft.tune.successive_halving import Trial, rungs, successive_halving
@@ -75,6 +78,11 @@ def test_halving_finds_the_best_rate(name: str) -> None:
     assert picture.count("<circle") == 2 * sum(math.isfinite(t.loss) for t in trials)
 
 
+def test_ranks_of_a_module_whose_memory_is_not_planned() -> None:
+    job = parse_job({"model": "helpers.own_models:Plain", "data": {"source": "pydoc"}, "cluster": {"device": "cpu"}})
+    assert ranks_of_trial(job, None) == 1
+
+
 def test_the_even_sampler_is_the_same_for_a_seed() -> None:
     space = (Dimension("a", (), 0.0, 1.0), Dimension("b", (1, 2, 3)))
     first, second = (SAMPLERS["even"](space, 5) for _ in range(2))
@@ -84,7 +92,9 @@ def test_the_even_sampler_is_the_same_for_a_seed() -> None:
 
 
 def test_a_job_is_tuned(tmp_path: Path) -> None:
-    write_job(tmp_path, **JOB)
+    length = open_dataset(resolve(parse_job(JOB))).train_len
+    four_steps = {"epochs": 4 * 4 / length, "global_batch": 4, "eval_every": 2, "eval_batches": 1}
+    write_job(tmp_path, **JOB | {"train": four_steps})
     command = ("tune", "job.yaml", "--over", "optim.lr=1e-4..1e-1", "--trials", "2", "--factor", "2", "--json")
     done = python(tmp_path, "-m", "weft", *command, "--out", "best.yaml", **WITH_TWIN)
     assert done.code == 0, done.err

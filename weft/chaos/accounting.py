@@ -77,8 +77,8 @@ def outcomes(
     injected: Sequence[InjectedFault], lines: Sequence[ObservedStep], events: Sequence[Event]
 ) -> list[Outcome]:
     """The cost of each fault; events up to the next fault belong to the one before."""
-    ends = [s.time for s in injected[1:]] + [float("inf")]
-    return [outcome(s, end, lines, events) for s, end in zip(injected, ends, strict=True)]
+    ends = [*(s.time for s in injected[1:]), float("inf")]
+    return [outcome(s, end, lines, events) for s, end in zip(injected, ends, strict=False)]  # none, without faults
 
 
 def outcome(injected: InjectedFault, end: float, lines: Sequence[ObservedStep], events: Sequence[Event]) -> Outcome:

@@ -7,7 +7,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from weft.chaos.faults import Fault, FaultRequest, draw, parse, schedule
 from weft.chaos.observed_run import ObservedRun
 from weft.chaos.virtual_hosts import VirtualHosts, check_hosts
 from weft.checkpoint.format import newest_good
+from weft.data.epochs import with_steps
 from weft.job.errors import Exit, MachineError
 from weft.job.load import dump_yaml
 from weft.job.run_folder import RunDir
@@ -56,6 +57,7 @@ class ExperimentResult:
 
 def run_experiment(asked: Experiment, log: Callable[[str], None]) -> ExperimentResult:
     """Run the job without and with faults, and compare."""
+    asked = replace(asked, job=with_steps(asked.job))  # faults come at steps of the run
     job, world = asked.job, asked.nproc
     if asked.nodes > 1:
         check_hosts()

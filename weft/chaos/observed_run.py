@@ -16,7 +16,7 @@ import psutil
 
 from weft.chaos.accounting import Event, ObservedStep
 from weft.chaos.virtual_hosts import VirtualHosts
-from weft.job.load import dump_yaml
+from weft.job.load import dump_given
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.supervisor.process_manager import pointer_path
@@ -40,7 +40,7 @@ class ObservedRun:
         folder = self.run.path.parent
         folder.mkdir(parents=True, exist_ok=True)
         self.file, self.output = folder / f"{job.name}.yaml", folder / f"{job.name}.log"
-        self.file.write_text(dump_yaml(job), encoding="utf-8")
+        self.file.write_text(dump_given(job), encoding="utf-8")
         self.output.write_text("", encoding="utf-8")
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         """By node."""

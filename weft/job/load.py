@@ -224,3 +224,9 @@ def parse_job(raw: dict[str, Any]) -> Job:
 def dump_yaml(job: Job) -> str:
     """The whole job as YAML with all defaults; reading it gives the same job."""
     return yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def dump_given(job: Job) -> str:
+    """The fields of a job that were given, as YAML, for a process that resolves it: some defaults depend on whether a
+    field was given, such as train.steps beside train.epochs."""
+    return yaml.safe_dump(job.model_dump(mode="json", exclude_unset=True), sort_keys=False, allow_unicode=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.job.errors import Exit, FitError, JobError, MachineError, WeftError
-from weft.job.load import dump_yaml, parse_job, read_fields
+from weft.job.load import dump_given, parse_job, read_fields
 from weft.job.registry import import_extensions
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
@@ -81,7 +81,7 @@ def submit(target: Target, request: LaunchRequest) -> LaunchRecord:
     check_is_run(run)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / EXIT_FILE).unlink(missing_ok=True)
-    files = {SUBMITTED_JOB: dump_yaml(request.job), **submission.files}
+    files = {SUBMITTED_JOB: dump_given(request.job), **submission.files}
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     submitted = time.time()

@@ -68,13 +68,14 @@ def _measure(job: Job, ranks: int, steps: int, threads: int, report: Callable[[s
     code, run, plan = short_run(job, ranks, SUFFIX, WARMUP_STEPS + steps, report, threads=threads)
     if code:
         raise MachineError(f"the run of {ranks} ranks ended with exit code {code}; its logs are in {run.logs}")
-    records = read_metrics(run.metrics)[WARMUP_STEPS:]
+    found = read_metrics(run.metrics)
+    records = found[WARMUP_STEPS:]
     seconds = statistics.median(r["step_time_s"] for r in records)
     try:
         predicted: float | None = estimate_job(make_plan(job, ranks)[0], plan)["step_time_s"]
     except JobError:
         predicted = None
-    tokens = job.train.global_batch * (1 if job.model.is_stack else job.data.seq_len)
+    tokens = (found[-1]["tokens"] - found[WARMUP_STEPS - 1]["tokens"]) / len(records)
     shares = [r["exposed_share"] for r in records if r.get("exposed_share") is not None]
     return {
         "ranks": ranks, "batch": job.train.global_batch, "layout": plan.layout(), "step_s": seconds,

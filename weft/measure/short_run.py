@@ -29,7 +29,7 @@ def short_run(
     worker: tuple[str, ...] | None = None, threads: int = 0,
 ) -> tuple[int, RunDir, Plan]:  # fmt: skip
     """Take `steps` steps in runs/NAME + suffix. Returns exit code, run and plan. `threads`: of each CPU rank."""
-    train = {"steps": max(job.train.steps, steps), "eval_every": 0}
+    train = {"steps": max(job.train.steps, steps), "epochs": None, "eval_every": 0}
     changes = {"name": job.name + suffix, "train": job.train.model_copy(update=train)}
     job = job.model_copy(update=changes | {"checkpoint": job.checkpoint.local})
     job, plan = prepare(job, nproc)

@@ -56,7 +56,8 @@ def ranks_of_trial(job: Job, nproc: int | None) -> int | None:
             described, plan = make_plan(job, ranks)
         except (FitError, JobError):
             continue
-        if plan.predicted["memory_gib"] <= device_memory(described, device_for(described, probe()), probe(), ranks):
+        memory = plan.predicted.get("memory_gib", 0.0)  # of a module of your own it is measured by the ranks
+        if memory <= device_memory(described, device_for(described, probe()), probe(), ranks):
             return ranks
     return None
 

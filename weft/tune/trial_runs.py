@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.data.epochs import with_steps
 from weft.job.errors import Exit, JobError, WeftError
 from weft.job.load import load_job
 from weft.job.run_folder import RunDir
@@ -80,7 +81,7 @@ def tune(
     _check(name, overrides, space)
     folder = Path(job.runs_dir) / f"{job.name}-tune"
     sampler = SAMPLERS[options.sampler](space, options.seed)
-    steps = job.train.steps
+    steps = with_steps(job).train.steps
     plan = ", ".join(f"{n} × {until} steps" for until, n in rungs(steps, options.trials, options.factor))
     report(f"{options.trials} trials: {plan}")
 

@@ -44,9 +44,9 @@ TOLERANCE: dict[str, Tolerance] = {
 
 TRACE_FILE = "trace.pt"
 
-ROUNDED = ("fp32", "bf16", "fp16")
-"""Precisions in which the rounding of one process is measured: by its difference from fp32, or in fp32 from a run whose
-first weights differ in their last bits."""
+ROUNDED = ("fp32", "bf16", "fp16", "fp8 activations")
+"""Precisions in which the rounding of one process is measured: by its difference from fp32 with exact activations, or
+in fp32 from a run whose first weights differ in their last bits."""
 ROUNDING_FACTOR, MAX_WIDENING = 3.0, 4.0
 """A tolerance of these is widened to this factor times that rounding: both runs are rounded, and errors vary between
 steps. It grows at most by the second factor."""

@@ -252,8 +252,8 @@ def describe_ranks(job: Job, world: int) -> str:
 @dataclass
 class LayoutChecker:
     """Runs layouts and compares them with one process. After the first that differs, one process is run again, which
-    shows how much rounding explains: in bf16 and fp16 it is run in fp32, and in fp32 from weights that differ in their
-    last bits."""
+    shows how much rounding explains: in bf16, in fp16 and with activations in fp8 it is run in fp32, and in fp32 from
+    weights that differ in their last bits."""
 
     pool: RankPool
     job: Job
@@ -275,7 +275,8 @@ class LayoutChecker:
             found = self._compare(name, world, other)
             precision = tolerance_name(self.plan)
             if found.verdict == "differs" and self.exact is None and precision in ROUNDED:
-                exact, _ = _one_process(self.job.model_copy(update={"precision": "fp32"}))
+                memory = self.job.memory.model_copy(update={"activations": "exact"})
+                exact, _ = _one_process(self.job.model_copy(update={"precision": "fp32", "memory": memory}))
                 self.exact = self._trace(exact, 1, round_weights=precision == "fp32")
                 found = self._compare(name, world, other)
             return found

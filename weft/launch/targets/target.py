@@ -16,7 +16,7 @@ from weft.hardware.network import GLOO, NCCL
 from weft.job.cluster import Cluster
 from weft.job.errors import Exit, JobError
 from weft.job.launch.launch_settings import LaunchSettings
-from weft.job.load import dump_yaml
+from weft.job.load import dump_given
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner import Plan
@@ -117,7 +117,7 @@ class LaunchRequest:
         workdir, folder = shlex.quote(self.workdir), shlex.quote(str(self.launch_folder))
         job = shlex.quote(str(self.launch_folder / SUBMITTED_JOB))
         failed = f'{{ echo "weft: {self.launch_folder} cannot be made on $(hostname)" >&2; exit 4; }}'
-        write = f"cat >{job}.$$ <<'WEFT_JOB'\n{dump_yaml(self.job)}WEFT_JOB\nmv {job}.$$ {job}"
+        write = f"cat >{job}.$$ <<'WEFT_JOB'\n{dump_given(self.job)}WEFT_JOB\nmv {job}.$$ {job}"
         return f"mkdir -p {workdir} {folder} && cd {workdir} || {failed}\n{write}"
 
     def environment(self) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from weft.job.errors import Exit
-from weft.job.load import dump_yaml
+from weft.job.load import dump_given
 from weft.launch.targets.kubernetes.pod import FATAL, labels, object_name, pod_template, workdir
 from weft.launch.targets.kubernetes.value_syntax import check_values
 from weft.launch.targets.target import SUBMITTED_JOB, LaunchRequest
@@ -38,7 +38,7 @@ def _workload_metadata(request: LaunchRequest) -> Manifest:
 def _config_map(request: LaunchRequest) -> Manifest:
     """The job file, which every pod reads."""
     workdir(request)  # refuse a run without a shared folder
-    data = {SUBMITTED_JOB: dump_yaml(request.job)}
+    data = {SUBMITTED_JOB: dump_given(request.job)}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(request), "data": data}
 
 
