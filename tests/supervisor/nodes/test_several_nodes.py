@@ -156,6 +156,20 @@ def test_run_survives_lost_ranks_nodes_and_links(cluster: Cluster) -> None:
     assert {"shrink", "grow"} <= set(recovered)
 
 
+@pytest.mark.parametrize("code", [0, 2])
+def test_node_that_never_joins_ends_with_the_others(tmp_path: Path, code: int) -> None:
+    """A node that cannot reach the others learns from the run's folder that they are done."""
+    write_job(tmp_path, model={"shape": "tiny"}, data={"seq_len": 8}, train={"global_batch": 2, "steps": 2})
+    env = {**ENV, "NODE_RANK": "0", "NNODES": "2", "MASTER_ADDR": "127.0.0.1"}
+    command = [sys.executable, "-m", "weft", "train", "job.yaml", "--nproc", "1", "cluster.device=cpu"]
+    with Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as node:
+        until((run_of(tmp_path, "job").path / "nodes" / "0.json").exists)
+        (run_of(tmp_path, "job").path / "nodes" / "ended").write_text(json.dumps([code, "token", 1]))
+        said = node.communicate(timeout=DEADLINE_S)[1]
+    assert node.returncode == code, said
+    assert "the other nodes have ended the run" in said
+
+
 RECORD = """
 import socket, sys
 packets = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))

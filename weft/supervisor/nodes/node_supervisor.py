@@ -182,6 +182,8 @@ class NodeSupervisor(Supervisor):
             if self.nodes.lease_until() > now:  # all nodes have entered
                 self.enter(decision)
             return None
+        if decision is None and (code := self.nodes.ended()) is not None:
+            return self.end(code, ["the other nodes have ended the run"])
         if decision is None and self.attempt.number:
             return self.wait_to_rejoin(now)
         if decision is None and self.board["stop"]:  # its ranks have not begun
@@ -200,8 +202,7 @@ class NodeSupervisor(Supervisor):
             self.left_out = now
             if self.nodes.consensus.newest:  # otherwise only its supervisor was replaced
                 self.note("the others continued without it; it waits to rejoin")
-        codes = (*(r.code for r in self.nodes.consensus.reports.values()), self.nodes.ended())
-        if over := [code for code in codes if code is not None]:
+        if over := [r.code for r in self.nodes.consensus.reports.values() if r.code is not None]:
             return self.end(over[0], [])
         if now - self.left_out > self.settings.gather_s:
             words = f"node {self.place.node} could not rejoin within {self.settings.gather_s:g} s"
