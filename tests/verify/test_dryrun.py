@@ -146,7 +146,7 @@ PARTS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({**LLAMA, "lora": {"rank": 2}}, SELECTIVE),
     ({**GPT2, "parallel_residual": True}, {}),
     (BERT, {}),
-    ({**MOE, "head_dim": 64}, {}),
+    ({**LLAMA, "head_dim": 64, "experts": {"count": 4, "ffn": 48, "top_k": 1}}, {}),
     ({**WIDE, **LATENT}, {}),
     (T5, {}),
     (T5, FULL),
