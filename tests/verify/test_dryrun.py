@@ -167,6 +167,15 @@ def test_peak_of_long_pairs_over_context() -> None:
         assert abs(peak_error(traced(make(T5, layout, **precision, **LONG), 1))) < 0.08
 
 
+@pytest.mark.parametrize(("layout", "compression"), [("ddp2", "int4"), ("zero2", "topk:0.01"), ("zero2", "int8")])
+def test_peak_with_compressed_gradients(layout: str, compression: str) -> None:
+    """What a step does not send is held beside that of the step before."""
+    raw = {**BF16, **SGD, "data": {"source": "synthetic", "seq_len": 16}, "comm": {"compression": compression}}
+    found = traced(make({**LLAMA, "dim": 256, "vocab": 2000}, layout, **raw), 0)
+    assert abs(peak_error(found)) < 0.06
+    assert found.traced["communication"] == pytest.approx(found.estimated["communication"], rel=0.01)
+
+
 def test_large_worlds() -> None:
     raw = {
         "model": {**LLAMA, "layers": 4, "dim": 1024, "heads": 16, "kv_heads": 8},

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-NOISE_VALUES = 2**17
-"""Different values of the noise; also the numbers that a CPU encodes at a time, which fit its cache."""
+from weft.planner.engine_constants import NOISE_VALUES
 
 Agree = Callable[[list[int]], list[int]]
 """Returns the largest of the ranks' numbers, for each number."""

@@ -15,6 +15,7 @@ from weft.job.schema import Job
 from weft.planner.engine_constants import (
     CODED_ELEMENTS,
     LONG_SEQUENCE_CHUNK,
+    NOISE_VALUES,
     PREFETCHED_MESSAGES,
     STREAMED_PIECE_ELEMENTS,
 )
@@ -89,7 +90,8 @@ class LayoutGroup:
         regime = Regime(
             zero=flags["zero"], split_passes=flags["split_passes"], buckets=flags["buckets"],
             several=flags["several"], steady=flags["steady"],
-            compute_bytes=self.compute_bytes, copies_reduced=self.plan.backend == "gloo",
+            compute_bytes=self.compute_bytes,
+            copies_reduced=self.plan.backend == "gloo" or self.plan.compression != "none",
             gradients_leave=self.plan.gradient_home != "device",
             updates=states["block update"] if self.plan.gradient_home == "released" else None,
         )  # fmt: skip
@@ -184,11 +186,13 @@ class LayoutGroup:
         if self.plan.sync == "predict":  # the true weights and states, the sum in flight and two averages
             optimizer = optimizer + bytes_["optimizer"] + 4 * FP32_BYTES * held.trained_held
         width = self.compute_bytes if self.flags["alone"] else FP32_BYTES
+        not_sent = residual_bytes(layouts) * held.compressed
+        noise = 2 * NOISE_VALUES * FP32_BYTES * (self.plan.compression != "none") * (layouts.dp * layouts.cp > 1)
         out = {
             "parameters": masters + bytes_["frozen"] + bytes_["copies"] + bytes_["average"] * here["averages"]
             - self.block_weights(held).freed(self.plan.weight_share),
             "optimizer": optimizer,
-            "communication": residual_bytes(layouts) * held.compressed,
+            "communication": not_sent + noise,
             "gradients": bytes_["gradients"] - self.block_gradients(held),
             "update": np.maximum(held.scratch[0], (width if self.flags["tp"] else 0) * held.partial),
         }  # fmt: skip
@@ -198,7 +202,8 @@ class LayoutGroup:
             out["update"] += 2 * width * np.minimum(held.held, STREAMED_PIECE_ELEMENTS)
         if self.plan.tiered:
             out["update"] += self._piece_bytes(held.held)
-        out["update"] = np.maximum(out["update"], held.scratch[1])
+        # what the last step did not send is kept until this one is known to be taken
+        out["update"] = np.maximum(out["update"], held.scratch[1]) + not_sent
         if self.plan.gradient_home == "released":
             scratch = [size.scratch[0] for kind, size in self.unit_here.items() if kind not in OUTSIDE_BLOCKS]
             out["block update"] = np.max(scratch, 0) + self._piece_bytes(held.held, blocks=True)
@@ -211,7 +216,7 @@ class LayoutGroup:
         return out | {
             f"{kind} {row}": getattr(sizes, row)
             for kind, sizes in kinds.items()
-            for row in ("gathered", "trained_gathered", "trained_padded")
+            for row in ("gathered", "trained_gathered", "trained_padded", "compressed")
         }
 
     @property
@@ -272,15 +277,17 @@ class LayoutGroup:
     def stage(self, passes: Passes, states: dict[str, Size]) -> Stage:
         """The units of the rank."""
         layouts, flags, (blocks, dense, again, again_waiting) = self.layouts, self.flags, self.rank.counts
+        width = self.compute_bytes
         again, again_waiting = ((layouts.recompute > 0) * each for each in (again, again_waiting))
-        apart = _unit(states, "experts", self.compute_bytes, NO_PASSES) if "experts gathered" in states else None
+        residual = residual_bytes(layouts) if self.plan.compression != "none" else None
+        apart = _unit(states, "experts", width, residual) if "experts gathered" in states else None
         parts: list[tuple[Unit, Size]] = []
         waits_more: Size = 0.0
         for kind, modes, count in (("dense", passes.dense, dense), ("routed", passes.routed, blocks - dense)):
             if modes is None:
                 continue
             experts = apart if kind == "routed" else None
-            chosen = _unit(states, kind, self.compute_bytes, modes[0], experts)
+            chosen = _unit(states, kind, width, residual, modes[0], experts)
             if not flags["partly"]:
                 parts.append((chosen, count))
                 continue
@@ -299,7 +306,7 @@ class LayoutGroup:
         stays = passes.distances * tables * (layouts.recompute > 0)
         head_grad = passes.head_grad * self.ends * (self.job.model.lora is None)
         return Stage(
-            tuple(kinds), _unit(states, "root", self.compute_bytes, NO_PASSES), _scaled(passes.begin, self.begins),
+            tuple(kinds), _unit(states, "root", width, residual), _scaled(passes.begin, self.begins),
             _scaled(passes.end, self.ends), head_grad, head_grad * self.tied, passes.hidden,
             passes.hidden * (stages - self.begins), passes.per_microbatch * np.maximum(stages, streams) + stays,
             passes.later * (self.rank.pending > 0) / stages, passes.later_end * self.ends * (self.rank.pending > 0),
@@ -326,12 +333,13 @@ class LayoutGroup:
 
 
 def _unit(
-    states: dict[str, Size], kind: str, compute_bytes: int, passes: PassBytes, experts: Unit | None = None
-) -> Unit:
+    states: dict[str, Size], kind: str, compute_bytes: int, residual: Size | None, passes: PassBytes = NO_PASSES,
+    experts: Unit | None = None,
+) -> Unit:  # fmt: skip
     trained = states[f"{kind} trained_gathered"]
     return Unit(
         states[f"{kind} gathered"] * compute_bytes, trained * compute_bytes, trained, states[f"{kind} trained_padded"],
-        passes, experts,
+        passes, experts, residual=None if residual is None else residual * states[f"{kind} compressed"],
     )  # fmt: skip
 
 

@@ -33,6 +33,8 @@ class Unit:
     experts: Unit | None = None
     """Experts that are gathered as a unit of their own."""
     recomputed: bool = False
+    residual: Size | None = None
+    """Bytes that compression of their gradients does not send; None where it sends all."""
 
     @property
     def parts(self) -> tuple[Unit, ...]:
@@ -104,7 +106,7 @@ class Regime:
     """A pipeline with more microbatches than are in flight."""
     compute_bytes: int
     copies_reduced: bool
-    """The backend copies what it reduces (Gloo)."""
+    """What is reduced is copied: by the backend (Gloo), or before it is compressed."""
     gradients_leave: bool = False
     """Gradients of blocks are not kept: they go to host memory as they are made, or blocks are updated."""
     updates: Size | None = None
@@ -385,6 +387,8 @@ class StepTrace:
         w.add(full, "communication")
         w.free(freed, "gradients")
         copied = 1.0 if self.r.copies_reduced else unit.shard == unit.elements
+        if fresh and unit.residual is not None:  # beside that of the last step
+            w.add(unit.residual, "communication")
         w.flash((full + shard) * copied, "communication")
         if fresh:
             w.add(shard, "gradients")
