@@ -84,8 +84,8 @@ def test_compile_has_scratch_and_keeps_less() -> None:
 
 def test_compression_keeps_a_residual() -> None:
     plain, compressed = parts(), parts(comm={"compression": "topk:0.01"})
-    assert compressed["communication"] > plain["communication"]
-    assert compressed["optimizer"] == plain["optimizer"] and compressed["activations"] == plain["activations"]
+    assert compressed["communication"] > plain["communication"] and compressed["optimizer"] == plain["optimizer"]
+    assert sum(compressed.values()) > sum(plain.values())
 
 
 def test_experts_are_cut_by_ep() -> None:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from weft.comm.compression.codec_base import (
-    NOISE_VALUES,
     Agree,
     Codec,
     RoundingNoise,
@@ -22,6 +21,7 @@ from weft.comm.compression.integer_codec import Integers
 from weft.comm.compression.sparse_codec import Largest
 from weft.job.compression import Compression, share_of
 from weft.job.registry import find_object
+from weft.planner.engine_constants import NOISE_VALUES
 
 
 def _power(sizes: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.comm.compression.codec_base import NOISE_VALUES, Agree, Codec, RoundingNoise, largest, to_blocks
+from weft.comm.compression.codec_base import Agree, Codec, RoundingNoise, largest, to_blocks
+from weft.planner.engine_constants import NOISE_VALUES
 
 
 def _nibbles(whole: Tensor) -> Tensor:

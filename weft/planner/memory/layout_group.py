@@ -118,7 +118,9 @@ class LayoutGroup:
             sent, ALL_FORWARD_FIRST[layouts.schedule],
             rank.losses_wait, rank.alone,
         )  # fmt: skip
-        walk.restart({**between, "gradients": states["gradients"]})
+        # what the last step did not send is kept until this one is known to be taken
+        kept = between["communication"] + states["not sent before"]
+        walk.restart({**between, "gradients": states["gradients"], "communication": kept})
         walk.flash(states["update"])
         return walk
 
@@ -193,6 +195,7 @@ class LayoutGroup:
             - self.block_weights(held).freed(self.plan.weight_share),
             "optimizer": optimizer,
             "communication": not_sent + noise,
+            "not sent before": not_sent,
             "gradients": bytes_["gradients"] - self.block_gradients(held),
             "update": np.maximum(held.scratch[0], (width if self.flags["tp"] else 0) * held.partial),
         }  # fmt: skip
@@ -202,8 +205,7 @@ class LayoutGroup:
             out["update"] += 2 * width * np.minimum(held.held, STREAMED_PIECE_ELEMENTS)
         if self.plan.tiered:
             out["update"] += self._piece_bytes(held.held)
-        # what the last step did not send is kept until this one is known to be taken
-        out["update"] = np.maximum(out["update"], held.scratch[1]) + not_sent
+        out["update"] = np.maximum(out["update"], held.scratch[1])
         if self.plan.gradient_home == "released":
             scratch = [size.scratch[0] for kind, size in self.unit_here.items() if kind not in OUTSIDE_BLOCKS]
             out["block update"] = np.max(scratch, 0) + self._piece_bytes(held.held, blocks=True)

@@ -387,9 +387,10 @@ class StepTrace:
         w.add(full, "communication")
         w.free(freed, "gradients")
         copied = 1.0 if self.r.copies_reduced else unit.shard == unit.elements
-        if fresh and unit.residual is not None:  # beside that of the last step
-            w.add(unit.residual, "communication")
-        w.flash((full + shard) * copied, "communication")
+        made: Size = 0.0 if unit.residual is None else unit.residual  # beside that of the last step
+        if fresh and unit.residual is not None:
+            w.add(made, "communication")
+        w.flash((full + shard) * copied + (0.0 if fresh else made), "communication")
         if fresh:
             w.add(shard, "gradients")
         else:
