@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,13 @@ fp8 only products inside the blocks use fp8 (models/fp8/fp8_linear.py)."""
 
 EXPORT_DTYPES: dict[str, torch.dtype] = {name: COMPUTE_DTYPES[name] for name in ("fp32", "bf16", "fp16")}
 """Dtypes of exported weights."""
+
+
+def ignore_kernel_warnings() -> None:
+    """Do not print torch's warning about another kernel, with a C++ stack of 20 lines: on Arm processors without bf16
+    products it is given once in every process that computes in bf16. Called by ranks, whose process is Weft's."""
+    warnings.filterwarnings("ignore", "mkldnn_matmul failed, switching to BLAS gemm")
+
 
 MIN_LOSS_SCALE = 2.0**-14
 """The smallest loss scale; gradients that overflow here are not finite for another reason."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 
 from helpers import on_ranks
 from helpers.command import DEADLINE_S
@@ -51,6 +52,18 @@ def jobs() -> list[Job]:
     ]
     packed = [with_layout(make_job("comm.compression=int8"), section(words)) for words in LAYOUTS[:2]]
     return [*plain, *packed]
+
+
+def warnings_shown() -> list[str]:
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.warn("mkldnn_matmul failed, switching to BLAS gemm:…", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+    return [str(w.message) for w in shown]
+
+
+def test_ranks_do_not_print_the_stack_of_a_missing_kernel(pool: RankPool) -> None:
+    """Which Arm processors without bf16 products would in every bf16 run."""
+    assert pool.run(warnings_shown, 1) == [["something else"]]
 
 
 def test_no_state_between_calls(pool: RankPool) -> None:

@@ -127,8 +127,10 @@ def _answer_calls(pipe: Connection) -> None:
     import torch.distributed as dist
 
     from weft.comm.teardown import freeze_imports, freeze_more, leave
+    from weft.precision import ignore_kernel_warnings
 
     torch.set_num_threads(1)
+    ignore_kernel_warnings()
     freeze_imports()
     modules = len(sys.modules)
     while True:

@@ -81,7 +81,10 @@ def set_up_process(run: RunDir, plan: Plan) -> None:
     import_training(run)
     import torch
 
+    from weft.precision import ignore_kernel_warnings
+
     if plan.device == "cpu":
+        ignore_kernel_warnings()
         keep_freed_memory()
         torch.set_num_threads(threads_for(int(os.environ.get("LOCAL_WORLD_SIZE", plan.world))))
 
