@@ -176,6 +176,12 @@ def test_peak_with_compressed_gradients(layout: str, compression: str) -> None:
     assert found.traced["communication"] == pytest.approx(found.estimated["communication"], rel=0.01)
 
 
+def test_documents_under_context_parallelism() -> None:
+    """Which chunks see which depends on values; a dry run has none and takes all of them."""
+    job = make(LLAMA, "cp2 ring", data={"source": "synthetic", "seq_len": 32, "mask_documents": True})
+    assert_exact(traced(job, 1))
+
+
 def test_large_worlds() -> None:
     raw = {
         "model": {**LLAMA, "layers": 4, "dim": 1024, "heads": 16, "kv_heads": 8},
