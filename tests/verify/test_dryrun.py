@@ -141,6 +141,7 @@ PARTS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({**LLAMA, "activation": "swiglu_clamped", "sinks": True}, {}),
     ({**LLAMA, "activation": "relu", "window": 16}, {}),
     ({**LLAMA, "sinks": True, "window": 16, "window_layers": [0]}, {}),
+    ({**LLAMA, "sinks": True}, {"data": {"source": "synthetic", "seq_len": 2560}}),
     ({**LLAMA, "vocab": 20_000}, {"data": {"source": "synthetic", "seq_len": 4}}),
     ({**LLAMA, "lora": {"rank": 2}}, {}),
     ({**LLAMA, "lora": {"rank": 2}}, SELECTIVE),
@@ -152,7 +153,8 @@ PARTS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     (T5, FULL),
     (T5, {**SELECTIVE, "precision": "fp32"}),
 )
-"""Parts of models that keep tensors of their own, alone on a rank; of a large vocabulary, the copy in bf16."""
+"""Parts of models that keep tensors of their own, alone on a rank; of a large vocabulary, the copy in bf16; of many
+scores, tiles."""
 LONG: dict[str, Any] = {"data": {"source": "synthetic", "seq_len": 256}, "train": {"global_batch": 2}}
 
 

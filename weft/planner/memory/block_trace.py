@@ -197,10 +197,10 @@ def _latents(t: LiveBytes, m: Model, z: Sizes, latent: Latent) -> None:
 
 
 def _attention_bytes(z: Sizes, queries: int, keys: int, exchanged: Size) -> Size:
-    """Temporary bytes of attention: two tiles of scores and so many copies in fp32 without a fused kernel, and what is
-    exchanged for each token."""
+    """Temporary bytes of attention: two tiles of scores, those held of the tile before (gradients too in the backward
+    pass, of three queries) and so many copies in fp32 without a fused kernel, and what is exchanged for each token."""
     copies = (z.tile > 0) * (z.c < FP32_BYTES) * FP32_BYTES * (queries * z.heads + keys * z.kv)
-    return 2 * z.tile + z.tokens * (copies + z.exchanged * exchanged)
+    return (2 + z.tiled * (queries + 1) / 2) * z.tile + z.tokens * (copies + z.exchanged * exchanged)
 
 
 MORE_HIDDEN = {"swiglu_clamped": 3, "quick_gelu": 1, "relu": -1}

@@ -137,6 +137,8 @@ class Sizes:
     """1 where cp is above 1: keys and values, or all heads, are exchanged in attention."""
     tile: Size = 0.0
     """Bytes of scores that attention has at once where no fused kernel computes it."""
+    tiled: Size = 0.0
+    """1 where there are more scores than that: those of the tile before are still held."""
     learned: LearnedScores = NONE_LEARNED
     cross: bool = False
     """Whether the block also attends to the output of an encoder."""

@@ -126,8 +126,9 @@ def _sample_bytes(job: Job) -> float:
     return 8.0 + seq * (8 + 8 + 1 + (16 if job.data.separates_documents else 0))
 
 
-def _tile(memory: PassTables, layouts: Layouts) -> Size:
-    """Bytes of scores at once on a CPU, in attention that needs the log-sum-exp: with sinks, or over cp."""
+def _tile(memory: PassTables, layouts: Layouts) -> tuple[Size, Size]:
+    """Bytes of scores at once on a CPU, in attention that needs the log-sum-exp: with sinks, or over cp; and 1 where
+    they are not all."""
     m, seq, plan = memory.job.model, memory.job.data.seq_len, memory.plan
     cut = layouts.cp * (2 if plan.zigzag else 1) * (layouts.cp > 1)
     keys = seq / np.maximum(cut, 1) if plan.cp_style != "ulysses" else seq + 0.0 * cut
@@ -135,7 +136,7 @@ def _tile(memory: PassTables, layouts: Layouts) -> Size:
     scores = scores / (layouts.cp if plan.cp_style == "ulysses" else 1)
     tiled = (layouts.cp > 1) & (not m.is_encoder_decoder)
     used = (memory.device == "cpu") & ((bool(m.sinks) and _window_share(m) < 1) | tiled)
-    return used * FP32_BYTES * np.minimum(scores, MAX_SCORES)
+    return used * FP32_BYTES * np.minimum(scores, MAX_SCORES), (scores > MAX_SCORES) * 1.0
 
 
 def _sizes(memory: PassTables, layouts: Layouts, flags: dict[str, Any]) -> Sizes:
@@ -143,12 +144,14 @@ def _sizes(memory: PassTables, layouts: Layouts, flags: dict[str, Any]) -> Sizes
     m, tp = job.model, layouts.tp
     tokens = layouts.microbatch * job.data.seq_len / layouts.cp
     head_dim, kv = m.head_dim or 0, m.kv_heads or 0
+    tile, tiled = _tile(memory, layouts)
+    whole = memory.device == "cpu" and plan.cp_style == "ulysses"  # heads are exchanged before the scores are made
     return Sizes(
         rows=tokens / tp if flags["sequence"] else tokens, tokens=tokens, dim=m.dim or 0,
         heads=(m.heads or 0) * head_dim / tp, kv=np.maximum(kv / tp, min(1, kv)) * head_dim, scores=(m.heads or 0) / tp,
         ffn=(m.ffn or 0) / tp, c=FP32_BYTES if flags["fp32"] else 2, tp=flags["tp"], sequence=flags["sequence"],
         retain=flags["retain"], fused=plan.device == "cuda", coded=plan.activations == "fp8",
-        exchanged=(layouts.cp > 1) * 1.0, tile=_tile(memory, layouts),
+        exchanged=(layouts.cp > 1) * (0.0 if whole else 1.0), tile=tile, tiled=tiled,
         gathered=layouts.cp / plan.cp_group if m.is_encoder_decoder else 1.0,
     )  # fmt: skip
 
