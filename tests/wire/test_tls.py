@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import ssl
-import threading
 from collections.abc import Iterator
 
 import pytest
 from helpers.command import DEADLINE_S
+from helpers.recording_relay import recording_relay
 
 from weft.job import apply_overrides, parse_job
 from weft.job.errors import JobError, MachineError
@@ -38,32 +36,12 @@ def encrypted() -> Iterator[Listener]:
 
 def recorded(target: tuple[str, int], encrypt: bool) -> bytes:
     """All bytes of a connection to a listener, in both directions, recorded by a relay."""
-    seen, relay = bytearray(), socket.create_server(("127.0.0.1", 0))
-
-    def copy(source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # a side has closed
-            while part := source.recv(1 << 16):
-                seen.extend(part)
-                sink.sendall(part)
-            sink.shutdown(socket.SHUT_WR)
-
-    def serve() -> None:
-        near, far = relay.accept()[0], socket.create_connection(target)
-        with near, far:
-            back = threading.Thread(target=copy, args=(far, near))
-            back.start()
-            copy(near, far)
-            back.join()
-
-    between = threading.Thread(target=serve)
-    between.start()
-    channel = open_channel(relay.getsockname(), SECRET, encrypt=encrypt)
-    blob = TEXT.encode() * 50_000
-    channel.send({"text": TEXT}, blob)
-    assert channel.receive(DEADLINE_S, 1 << 22) == ({"text": TEXT}, blob)
-    channel.close()
-    between.join()
-    relay.close()
+    with recording_relay(target) as (address, seen):
+        channel = open_channel(address, SECRET, encrypt=encrypt)
+        blob = TEXT.encode() * 50_000
+        channel.send({"text": TEXT}, blob)
+        assert channel.receive(DEADLINE_S, 1 << 22) == ({"text": TEXT}, blob)
+        channel.close()
     return bytes(seen)
 
 

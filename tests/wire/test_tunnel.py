@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.command import DEADLINE_S
+from helpers.recording_relay import recording_relay
 
 from weft.job import parse_job
 from weft.job.errors import MachineError
@@ -90,33 +91,16 @@ def test_close_sends_what_was_written(ends: tuple[Tunnel, Tunnel], listener: soc
 
 
 def test_nothing_can_be_read_on_the_way(ends: tuple[Tunnel, Tunnel], listener: socket.socket) -> None:
-    exposed, seen = ends[0].expose(listener.getsockname()), bytearray()
-    with socket.create_server((HERE, 0)) as between:
-
-        def relay() -> None:
-            with between.accept()[0] as one, connected(exposed) as two:
-
-                def copy(source: socket.socket, sink: socket.socket) -> None:
-                    with contextlib.suppress(OSError):  # a side has closed
-                        while part := source.recv(1 << 16):
-                            seen.extend(part)
-                            sink.sendall(part)
-                        sink.shutdown(socket.SHUT_WR)
-
-                back = threading.Thread(target=copy, args=(two, one))
-                back.start()
-                copy(one, two)
-                back.join()
-
-        relaying = threading.Thread(target=relay)
-        relaying.start()
-        with connected(ends[1].reach(between.getsockname(), "127.0.0.3")) as client, listener.accept()[0] as server:
-            server.settimeout(DEADLINE_S)
-            sender = threading.Thread(target=client.sendall, args=(TEXT,))
-            sender.start()
-            assert read(server, len(TEXT)) == TEXT
-            sender.join()
-        relaying.join(DEADLINE_S)
+    with (
+        recording_relay(ends[0].expose(listener.getsockname())) as (address, seen),
+        connected(ends[1].reach(address, "127.0.0.3")) as client,
+        listener.accept()[0] as server,
+    ):
+        server.settimeout(DEADLINE_S)
+        sender = threading.Thread(target=client.sendall, args=(TEXT,))
+        sender.start()
+        assert read(server, len(TEXT)) == TEXT
+        sender.join()
     assert len(seen) > len(TEXT)
     assert b"readable" not in seen
 
