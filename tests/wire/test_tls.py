@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import ssl
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from helpers.command import DEADLINE_S
@@ -12,7 +13,9 @@ from helpers.recording_relay import recording_relay
 
 from weft.job import apply_overrides, parse_job
 from weft.job.errors import JobError, MachineError
+from weft.launch.node import start_node
 from weft.planner import check, make_plan
+from weft.supervisor.nodes.node_address import NodeAddress
 from weft.wire import channel as wire
 from weft.wire import tls
 from weft.wire.channel import Channel, WireError, open_channel
@@ -87,3 +90,14 @@ def test_encryption_that_is_not_possible_is_refused(monkeypatch: pytest.MonkeyPa
         MachineError, match=r"comm.encrypt needs the package cryptography: pip install 'weft\[encrypt\]'"
     ):
         tls.check_tls_package()
+
+
+def test_node_without_the_package_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = tls.importlib.util.find_spec
+    monkeypatch.setattr(tls.importlib.util, "find_spec", lambda name: None if name == "cryptography" else found(name))
+    job = parse_job(
+        {"model": "tiny", "comm": {"encrypt": True}, "cluster": {"device": "cpu"}, "runs_dir": str(tmp_path)}
+    )
+    with pytest.raises(MachineError, match=r"pip install 'weft\[encrypt\]'"):
+        start_node(job, NodeAddress(0, 2, "127.0.0.1"), 1)
+    assert not any(tmp_path.iterdir())

@@ -27,6 +27,7 @@ from weft.supervisor.process_manager import run_supervised
 from weft.supervisor.run_lock import run_lock
 from weft.watch.follower import following
 from weft.wire.secret import share_secret
+from weft.wire.tls import check_tls_package
 
 
 def this_node(job: Job, nproc: int | None) -> NodeAddress | None:
@@ -71,6 +72,8 @@ def start_node(
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         os.environ.pop(name, None)  # they describe this process, not its ranks
     ensure_open_files(plan.world)
+    if job.comm.encrypt:
+        check_tls_package()
     check_store(job, run)
     check_conditional_writes(run.shared(job.checkpoint.to), "checkpoint.to")
     with run_lock(run, shared=True, inherit=inherit) as lock, run_lock(RunDir(run.path / "nodes" / str(place.node))):

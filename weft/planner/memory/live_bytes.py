@@ -70,25 +70,10 @@ class LiveBytes:
         return largest
 
 
-FP32_TENSORS = frozenset(
-    {
-        "n_f",
-        "n_y",
-        "n2_f",
-        "n2_y",
-        "nc_f",
-        "nc_y",
-        "qn_f",
-        "qn_y",
-        "kn_f",
-        "kn_y",
-        "wide",
-        "scores",
-        "logits",
-        "soft",
-        "operands",
-    }
-)
+FP32_TENSORS = frozenset({
+    "n_f", "n_y", "n2_f", "n2_y", "nc_f", "nc_y", "qn_f", "qn_y", "kn_f", "kn_y", "wide", "scores", "logits", "soft",
+    "operands",
+})  # fmt: skip
 """Names of tensors in fp32 in any precision."""
 EXACT_TENSORS = frozenset({"lse", "choice", "order", "trip", "matrix", "lent"})
 """Names of what is not an activation: statistics, indices and weights."""
