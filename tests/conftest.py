@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import os
 import signal
@@ -61,13 +62,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByLibrary(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle-files", metavar="SEED", help="run the files in a random order, which SEED determines")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "hypothesis" in sys.modules:  # each worker would parse all of weft to draw its constants now and then
         from hypothesis.internal.conjecture import providers
 
         providers._get_local_constants = lambda: providers._local_constants
-    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+    if seed := config.getoption("--shuffle-files"):  # the same order in each worker
+        items.sort(key=lambda item: hashlib.sha256(f"{seed} {item.path}".encode()).digest())
+    else:
+        items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 
 def pytest_collection_finish() -> None:
