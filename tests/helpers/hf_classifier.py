@@ -47,23 +47,23 @@ def accuracy(found: Any) -> dict[str, float]:
     return {"accuracy": (found.predictions.argmax(-1) == found.label_ids).mean()}
 
 
-class Events(transformers.TrainerCallback):  # type: ignore[misc]
-    """The names of the events that a callback sees, and what is logged."""
+def callback_that_notes(seen: list[str]) -> Any:
+    """A callback that appends the names of the events it sees."""
 
-    def __init__(self) -> None:
-        self.seen: list[str] = []
+    class Events(transformers.TrainerCallback):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> Any:
+            if name.startswith("on_"):
+                return lambda *args, **kwargs: seen.append(name)
+            return super().__getattribute__(name)
 
-    def __getattribute__(self, name: str) -> Any:
-        if name.startswith("on_"):
-            return lambda *args, **kwargs: self.seen.append(name)
-        return super().__getattribute__(name)
+    return Events()
 
 
 def run_classifier(kind: Any, folder: Path, stop: bool, job: Any = None, **options: Any) -> tuple[Any, Any, list[str]]:
     """A script as the docs of transformers write it: metrics, collator, best model, callbacks. Updates do not depend on
     the size of the loss, which transformers multiplies by the number of ranks if a model ignores the count of targets.
     """
-    events, stopping = Events(), [transformers.EarlyStoppingCallback(1)] if stop else []
+    seen, stopping = list[str](), [transformers.EarlyStoppingCallback(1)] if stop else []
     args = arguments(
         folder, **{"per_device_eval_batch_size": 4, **options}, num_train_epochs=4, eval_strategy="epoch",
         save_strategy="epoch", load_best_model_at_end=True, metric_for_best_model="accuracy",
@@ -71,7 +71,7 @@ def run_classifier(kind: Any, folder: Path, stop: bool, job: Any = None, **optio
     )  # fmt: skip
     trainer = kind(
         model=classifier(), args=args, train_dataset=texts()[:12], eval_dataset=texts()[:7], data_collator=padded,
-        compute_metrics=accuracy, callbacks=[events, *stopping], **({} if job is None else {"job": job}),
+        compute_metrics=accuracy, callbacks=[callback_that_notes(seen), *stopping], **({} if job is None else {"job": job}),
     )  # fmt: skip
     trainer.train()
-    return trainer, trainer.predict(texts()[3:]), events.seen
+    return trainer, trainer.predict(texts()[3:]), seen
