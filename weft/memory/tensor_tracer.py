@@ -23,6 +23,8 @@ from weft.memory.tensor_tracer_internals import (
     TorchDispatchMode,
     cpu_attention,
     cpu_attention_backward,
+    device_query,
+    known_device,
     operator_name,
     overloads,
     patched,
@@ -83,7 +85,7 @@ class Tracer(TorchDispatchMode):
 
     def _see(self, tensor: Tensor) -> None:
         tensor = local_tensor(tensor)
-        if tensor.device.type == "meta":
+        if known_device(tensor).type == "meta":
             return
         storage = tensor.untyped_storage()
         key = storage_key(storage)
@@ -124,6 +126,8 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is device_query:
+            return known_device(args[0])
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # dispatched again with its local tensors
         kwargs = kwargs or {}

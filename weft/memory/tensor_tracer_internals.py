@@ -16,8 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "TorchDispatchMode",
+    "device_query",
     "fake_tensors",
     "has_values",
+    "known_device",
     "operator_name",
     "overloads",
     "patched",
@@ -26,6 +28,8 @@ __all__ = [
     "tree_leaves",
 ]
 
+device_query: Any = torch.ops.prim.device.default
+"""What reading `tensor.device` dispatches for a tensor without data: half of all calls of a trace."""
 cpu_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -50,6 +54,13 @@ def quiet_tracing() -> Iterator[None]:
 def has_values(tensor: torch.Tensor) -> bool:
     """Whether a tensor has data, and is not only traced."""
     return not isinstance(tensor, FakeTensor)
+
+
+def known_device(tensor: torch.Tensor) -> torch.device:
+    """The device of a tensor. Reading it directly of one without data would be dispatched like an operator."""
+    if isinstance(tensor, FakeTensor) and not tensor.fake_mode.in_kernel_invocation:
+        return tensor.fake_device
+    return tensor.device
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
