@@ -71,7 +71,8 @@ def run_classifier(kind: Any, folder: Path, stop: bool, job: Any = None, **optio
     )  # fmt: skip
     trainer = kind(
         model=classifier(), args=args, train_dataset=texts()[:12], eval_dataset=texts()[:7], data_collator=padded,
-        compute_metrics=accuracy, callbacks=[callback_that_notes(seen), *stopping], **({} if job is None else {"job": job}),
+        compute_metrics=accuracy, callbacks=[callback_that_notes(seen), *stopping],
+        **({} if job is None else {"job": job}),
     )  # fmt: skip
     trainer.train()
     return trainer, trainer.predict(texts()[3:]), seen
