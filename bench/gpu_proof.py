@@ -230,8 +230,8 @@ def page(about: dict[str, str], rows: list[dict[str, Any]], precisions: list[str
     lines = [
         "# Every layout on shared NCCL ranks", "",
         f"Made by `python bench/gpu_proof.py`: {shared}, against one rank. Largest relative differences over the "
-        "steps; each gradient is compared to its own norm. `g₁` is that of the first step. In fp32 and bf16, limits are "
-        "widened as in `weft prove` where another run of one rank shows that rounding explains more (ReLUs of T5).",
+        "steps; each gradient is compared to its own norm. `g₁` is that of the first step. In fp32 and bf16, limits "
+        "are widened as in `weft prove` where another run of one rank shows that rounding explains more (ReLUs of T5).",
         "",
         *(f"- {key}: {value}" for key, value in about.items()),
         "- tolerance of gradients, and of losses, norms and sizes: "
