@@ -307,7 +307,8 @@ def _stack(samples: Sequence[Sample], ids: Ints, padding: Padding | None = None)
             if array.shape != arrays[0].shape:
                 raise JobError(
                     f"samples {ids[0]} and {i} of a batch have {key} of different shapes: "
-                    f"{list(arrays[0].shape)} and {list(array.shape)}"
+                    f"{list(arrays[0].shape)} and {list(array.shape)}; pad them in your dataset, or give images one "
+                    "size with data.images.size"
                 )
         batch[key] = torch.from_numpy(np.stack(arrays))
     return batch

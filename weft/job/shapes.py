@@ -101,7 +101,7 @@ ALIASES = {
 def resolve(job: Job) -> Job:
     """The job with every field of its model resolved: given fields first, then the shape, then the family."""
     if job.model.module:
-        return job
+        return _with_class_loss(job)
     if job.model.pretrained and job.model.family is None:  # else it is resolved, and the checkpoint may be elsewhere
         job = _with_pretrained(job, job.model.pretrained)
     model, data = _resolve_model(job.model, job.data), job.data
@@ -117,7 +117,15 @@ def resolve(job: Job) -> Job:
             f"data.seq_len={data.seq_len} is longer than model.max_len={model.max_len}; "
             f"seq_len={model.max_len} would work"
         )
-    return job.model_copy(update={"model": model, "data": data})
+    return _with_class_loss(job.model_copy(update={"model": model, "data": data}))
+
+
+def _with_class_loss(job: Job) -> Job:
+    """The job with cross-entropy for mixed images, whose targets are probabilities; auto would take them as values."""
+    images, model = job.data.images, job.model
+    if not (model.module and model.loss == "auto" and images is not None and (images.mixup or images.cutmix)):
+        return job
+    return job.model_copy(update={"model": model.model_copy(update={"loss": "cross_entropy"})})
 
 
 def _with_pretrained(job: Job, name: str) -> Job:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import re
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageEnhance, ImageOps
 
 from weft.data.open_dataset import open_dataset
-from weft.data.vision import augment, image_files, image_operations
+from weft.data.vision import augment, decoded_images, image_operations
 from weft.data.vision.idx_files import FILES
 from weft.job import JobError, parse_job
 from weft.job.data import ImageData
@@ -138,10 +139,39 @@ def test_images_of_hugging_face_datasets(tmp_path: Path, monkeypatch: pytest.Mon
         open_images("hf:me/none", resnet)
 
 
+def test_labels_that_are_texts_are_numbered_by_name(tmp_path: Path) -> None:
+    for name, labels in (("train", ["b", "c", "b"]), ("val", ["a", "c"])):
+        table = arrow.table({"image": [encoded(picture(i, 3)) for i in range(len(labels))], "label": labels})
+        parquet.write_table(table, tmp_path / f"{name}.parquet")
+    data = open_images(tmp_path, size=12)
+    assert ([int(data.train(i)["targets"]) for i in range(3)], data.classes) == ([1, 2, 1], 3)
+    assert [int(data.val(i)["targets"]) for i in range(2)] == [0, 2]
+
+
+@pytest.mark.parametrize("label", [-1, None, 0.5, ["x"]])
+def test_labels_of_other_kinds_are_refused(tmp_path: Path, label: Any) -> None:
+    """-1 is the label of test splits without labels."""
+    images, labels = [encoded(picture(i, 3)) for i in range(2)], [label, label] if label != -1 else [1, -1]
+    parquet.write_table(arrow.table({"image": images, "label": labels}), tmp_path / "a.parquet")
+    said = f"of {tmp_path}/a.parquet has the label {label!r}; labels are numbers from 0, or texts"
+    with pytest.raises(JobError, match=re.escape(said)):
+        open_images(tmp_path, size=12)
+
+
+def test_hidden_files_are_left_out_and_a_class_may_be_named_train(tmp_path: Path) -> None:
+    for path in ("bus/1.png", "train/2.png", "train/.cache/3.png", "train/._4.png", ".git/5.png", "bus/note.txt"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_bytes(encoded(picture(1)) if path[-5] in "12" else b"no image")
+    data = open_images(tmp_path, size=6)
+    assert sorted(int(data.train(i)["targets"]) for i in range(data.train_len)) == [0, 1]
+    with pytest.raises(JobError, match=r"note.txt has no folder for a class; images are in FOLDER/CLASS/NAME.jpg"):
+        open_images(tmp_path / "bus/note.txt", size=6)
+
+
 def test_damaged_images_are_refused(tmp_path: Path) -> None:
     for content in (b"P6\n2)4 x", encoded(picture(1, 3))[:60], b""):
-        with pytest.raises(JobError, match=r"a.ppm is not an image that Pillow can read"):
-            image_files.decode(content, "a.ppm")
+        with pytest.raises(JobError, match=r"a.ppm is not an image that Pillow can read: [^<>]+$"):
+            decoded_images.decode(content, "a.ppm")
 
 
 def test_held_out_images_of_one_folder_are_of_all_classes(tmp_path: Path) -> None:
@@ -214,6 +244,16 @@ def test_synthetic_images_are_augmented(tmp_path: Path) -> None:
     assert sample["inputs"].shape == (4, 48)
     assert sample["targets"].shape == (3,)
     assert int(data.val(3)["targets"]) < 3
+
+
+@pytest.mark.parametrize("model", [{"module": "m:M"}, {"family": "resnet", "layers": 18, "vocab": 3}])
+def test_the_loss_of_mixed_images_is_cross_entropy(model: dict[str, Any]) -> None:
+    """Their targets are probabilities, which auto would take for values of a regression."""
+    for images, loss in (({"mixup": 0.2}, "cross_entropy"), ({"cutmix": 1}, "cross_entropy"), ({"flip": 0.5}, "auto")):
+        job = resolve(parse_job({"model": model, "data": {"source": "images", "images": images}}))
+        assert job.model.loss == loss
+    given = {**model, "loss": "bce"}
+    assert resolve(parse_job({"model": given, "data": {"images": {"mixup": 1}}})).model.loss == "bce"
 
 
 def test_synthetic_images_for_a_resnet() -> None:

@@ -9,17 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.data.vision.image_files import (
-    COLUMNS,
-    VAL_NAMES,
-    Image,
-    ImageFiles,
-    decode,
-    open_folder,
-    path_words,
-    read_columns,
-    read_shards,
-)
+import numpy as np
+
+from weft.data.vision.column_files import column_images, read_columns
+from weft.data.vision.decoded_images import Image, ImageFiles, decode
+from weft.data.vision.image_files import VAL_NAMES, open_folder, path_words, read_shards, visible_files
 from weft.job.errors import JobError
 
 LISTS = (".jsonl", ".ndjson", ".csv", ".tsv")
@@ -53,7 +47,7 @@ class CaptionNumbers:
 
 def open_captions(root: Path, prompt: str) -> CaptionFiles:
     """The images of a path and their captions. `prompt` makes the caption of an image in a folder of a class."""
-    paths = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
+    paths = [root] if root.is_file() else visible_files(root, (*LISTS, ".tar", ".parquet"))
     found = CaptionNumbers()
     for ends, opening in ((LISTS, _open_lists), ((".tar",), _open_shards), ((".parquet",), _open_parquet)):
         files = [p for p in paths if p.suffix.lower() in ends]
@@ -124,7 +118,9 @@ def _open_shards(paths: Sequence[Path], found: CaptionNumbers) -> ImageFiles:
 def _open_parquet(paths: Sequence[Path], found: CaptionNumbers) -> ImageFiles:
     """Columns `image` (encoded bytes, or Hugging Face's struct with `bytes`) and `caption`."""
 
-    def numbers(path: Path, texts: Any) -> list[int]:
-        return [found.number(text, f"row {i} of {path}") for i, text in enumerate(texts.to_pylist())]
-
-    return read_columns(paths, (COLUMNS[0], CAPTION_FIELDS), numbers)
+    columns = read_columns(paths, CAPTION_FIELDS)
+    numbers = [
+        [found.number(text, f"row {i} of {path}") for i, text in enumerate(texts.to_pylist())]
+        for path, _, texts in columns
+    ]
+    return column_images(columns, [np.asarray(part, dtype=np.int64) for part in numbers])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from weft.data.formats.huggingface_datasets import HUB_PREFIX, SPLITS_FILE, STATE_FILE, dataset_files, hub_dataset_files
-from weft.data.vision.image_files import ImageFiles, open_parquet
+from weft.data.vision.column_files import open_columns
+from weft.data.vision.decoded_images import ImageFiles
 from weft.job.errors import JobError
 
 HELD_OUT = ("validation", "valid", "val", "test")
@@ -20,22 +21,26 @@ def is_hub_dataset(source: str) -> bool:
 def open_hub_images(source: str) -> tuple[ImageFiles, ImageFiles | None]:
     """The images of the split train (or of the one that is named) and of the one that is held out, if there is one."""
     if source.startswith(HUB_PREFIX):
-        train = _readable(source, hub_dataset_files(source))
         splits = () if ":" in source.removeprefix(HUB_PREFIX) else HELD_OUT
-        return train, next((found for split in splits if (found := _split(f"{source}:{split}"))), None)
-    folder = Path(source)
-    held_out = [dataset_files(folder / name) for name in HELD_OUT if (folder / name / STATE_FILE).is_file()]
-    return open_parquet(dataset_files(folder)), open_parquet(held_out[0]) if held_out else None
+        held_out = [files for split in splits if (files := _split(f"{source}:{split}"))]
+        training = _readable(source, hub_dataset_files(source))
+    else:
+        folder = Path(source)
+        held_out = [dataset_files(folder / name) for name in HELD_OUT if (folder / name / STATE_FILE).is_file()]
+        training = dataset_files(folder)
+    if not training:
+        raise JobError(f"data.source {source} has no rows")
+    return open_columns(training, held_out[0] if held_out else ())
 
 
-def _split(source: str) -> ImageFiles | None:
+def _split(source: str) -> list[Path]:
     try:
         return _readable(source, hub_dataset_files(source))
     except JobError:  # a dataset need not have it
-        return None
+        return []
 
 
-def _readable(source: str, files: list[Path]) -> ImageFiles:
+def _readable(source: str, files: list[Path]) -> list[Path]:
     if others := [f.name for f in files if f.suffix not in (".parquet", ".arrow")]:
         raise JobError(f"data.source {source} has {others[0]}; images are read from parquet and arrow files")
-    return open_parquet(files)
+    return files
