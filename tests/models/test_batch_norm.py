@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from weft.job.errors import JobError
-from weft.models.vision.batch_norm import GlobalBatchNorm, use_global_batch_norms
+from weft.models.vision.batch_norm import GlobalBatchNorm, use_global_batch_norms, use_rank_batch_norms
 
 
 @pytest.mark.parametrize(
@@ -43,9 +43,10 @@ def test_agrees_with_torch(make: Callable[[], nn.Module], shape: tuple[int, ...]
     torch.testing.assert_close(ours(x), theirs(x))
 
 
-def test_one_value_per_channel_is_refused() -> None:
+@pytest.mark.parametrize("kind", [use_global_batch_norms, use_rank_batch_norms])
+def test_one_value_per_channel_is_refused(kind: Callable[[nn.Module], nn.Module]) -> None:
     """As by torch: its variance is 0, and the output would be the bias whatever the input is."""
-    norm = use_global_batch_norms(nn.BatchNorm1d(3))
+    norm = kind(nn.BatchNorm1d(3))
     with pytest.raises(JobError, match=r"one value per channel.* a larger train.microbatch"):
         norm(torch.randn(1, 3))
     assert norm(torch.randn(1, 3, 2)).shape == (1, 3, 2) and norm.eval()(torch.randn(1, 3)).shape == (1, 3)

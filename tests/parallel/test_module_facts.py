@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import weft
 from weft.data.vision import idx_files
+from weft.job.errors import JobError
 from weft.job.schema import Job
 
 DIM, LAYERS = 64, 8
@@ -90,6 +91,25 @@ def test_a_module_that_cannot_be_traced_is_planned_without(name: str, caplog: py
     found = weft.plan(job(name), 2)
     assert found.predicted == {} and "memory and time are not predicted: " in found.reasons[-1]
     assert not caplog.records, "torch prints the failure of an operator too"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("model.module=test_module_facts:Nothing", "test_module_facts has no 'Nothing'"),
+        ("model.module=nowhere:Nothing", "cannot import nowhere"),
+        ("model.args={nothing: 1}", "model.args does not fit"),
+        ("data.source=test_module_facts:Nothing", "has no function or class 'Nothing'"),
+    ],
+)
+def test_what_a_run_would_refuse_is_refused_by_its_plan(change: str, says: str) -> None:
+    with pytest.raises(JobError, match=says):
+        weft.plan(job("Stack", change), 2)
+
+
+def test_a_plan_is_made_where_the_data_is_not() -> None:
+    found = weft.plan(job("Stack", "data.source=/nowhere/images", "data.images={size: 8}"), 2)
+    assert "not predicted: data.source /nowhere/images does not exist" in found.reasons[-1]
 
 
 def test_a_plan_downloads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

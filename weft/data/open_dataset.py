@@ -59,8 +59,17 @@ def _with_data(job: Job, **fields: object) -> Job:
 
 def is_local(job: Job) -> bool:
     """Whether open_dataset() would download nothing."""
-    names = {each.source for each in job.data.mixture} or {job.data.source}
-    return all(kind.is_local(name) for kind in SOURCE_KINDS for name in names & set(kind.names))
+    return all(kind.is_local(name) for kind in SOURCE_KINDS for name in _sources(job) & set(kind.names))
+
+
+def has_missing_files(job: Job) -> bool:
+    """Whether a source is one of files, and they are not on this machine."""
+    named = {name for kind in SOURCE_KINDS for name in kind.names}
+    return any(not is_user_dataset(source) and not Path(source).exists() for source in _sources(job) - named)
+
+
+def _sources(job: Job) -> set[str]:
+    return {each.source for each in job.data.mixture} or {job.data.source}
 
 
 def _open_streamed(job: Job) -> StreamedDataset:

@@ -16,9 +16,9 @@ from weft.comm.algorithms import summing
 from weft.comm.shards import local_of
 from weft.data.dataset import Dataset
 from weft.data.loader import Loader
-from weft.data.open_dataset import is_local, open_dataset
+from weft.data.open_dataset import has_missing_files, is_local, open_dataset
 from weft.hardware.probe import probe
-from weft.job.errors import MachineError, WeftError
+from weft.job.errors import JobError, MachineError, WeftError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.memory.tensor_tracer import Tracer
@@ -151,16 +151,17 @@ def make_streamed_optimizers(
 
 def with_prediction(job: Job, plan: Plan, dataset: Dataset | None = None) -> Plan:
     """The plan of a person's own module with its predicted memory, traffic and time. Where the module needs the values
-    of tensors, or its data cannot be read here, the plan gives the reason."""
+    of tensors, or its data is not on this machine, the plan gives the reason; a module or dataset that a run would
+    refuse is refused."""
     if not job.model.module or plan.predicted:
         return plan
     try:
         with warnings.catch_warnings(), quiet_tracing(), fork_rng(devices=[]):  # the run draws what it would without
             warnings.simplefilter("ignore")
-            if dataset is None and not is_local(job):
-                raise MachineError("the data is not on this machine, and only weft train downloads it")
-            facts = module_facts(job, plan, dataset or open_dataset(job))
+            facts = module_facts(job, plan, dataset or _dataset_here(job))
     except Exception as error:  # the run itself reports it, if it is a fault
+        if dataset is None and isinstance(error, JobError):
+            raise
         text = str(error) if isinstance(error, WeftError) else error_text(error)
         why = f"memory and time are not predicted: {text.strip().partition(chr(10))[0]}"
         return plan if why in plan.reasons else replace(plan, reasons=(*plan.reasons, why))
@@ -170,6 +171,18 @@ def with_prediction(job: Job, plan: Plan, dataset: Dataset | None = None) -> Pla
         why = f"{plan.device_name} has {limit:.1f} GiB, and more is predicted; a smaller train.microbatch needs less"
         plan = replace(plan, reasons=(*plan.reasons, why))
     return replace(plan, predicted=predicted)
+
+
+def _dataset_here(job: Job) -> Dataset:
+    """The dataset of a plan, which may be made on a machine that does not have its files."""
+    if not is_local(job):
+        raise MachineError("the data is not on this machine, and only weft train downloads it")
+    try:
+        return open_dataset(job)
+    except JobError as error:
+        if has_missing_files(job):
+            raise MachineError(str(error)) from None
+        raise
 
 
 def write_plan(run: RunDir, plan: Plan) -> None:

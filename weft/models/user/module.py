@@ -18,7 +18,7 @@ from weft.job.schema import Model
 from weft.models.user.named_losses import Batch, losses_of, sample_numbers, task_loss_sum
 from weft.models.user.sample_tree import TARGET_NAMES, unflatten
 from weft.models.user.task_losses import TaskLosses
-from weft.models.vision.batch_norm import use_global_batch_norms
+from weft.models.vision.batch_norm import use_global_batch_norms, use_rank_batch_norms
 
 
 def build_user_module(model: Model, seed: int) -> nn.Module:
@@ -39,8 +39,7 @@ def build_user_module(model: Model, seed: int) -> nn.Module:
         if isinstance(part, nn.Embedding | nn.EmbeddingBag):
             part.sparse = False  # the same gradients, in tensors that can be summed over ranks
     _freeze(module, model)
-    if model.batch_norm == "all":
-        module = use_global_batch_norms(module)
+    module = use_global_batch_norms(module) if model.batch_norm == "all" else use_rank_batch_norms(module)
     # registered before FSDP2's hook, which looks for tensors in tuples and dicts only
     module.register_forward_hook(lambda m, _, outputs: outputs if passes_on(m) else plain_outputs(outputs, name))
     return module

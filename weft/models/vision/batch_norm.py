@@ -36,15 +36,12 @@ class GlobalBatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = (None if p is None else p.float() for p in (self.weight, self.bias))
+        if not self.axes:
+            refuse_one_value(self, (x,))
         if not self.training or (x.is_cuda and not self.axes):
             of_batch = self.training or self.running_mean is None
             step = self._step() if self.training else 0.0
             return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, of_batch, step, self.eps)
-        if not self.axes and x.numel() == x.shape[1]:
-            raise JobError(
-                "a batch norm is given one value per channel, whose variance is 0: the microbatch has one sample; "
-                "a larger train.microbatch, or fewer parallel.microbatches in a pipeline, would work"
-            )
         y, mean, var, count = _Normalise.apply(x, weight, bias, self.eps, self.axes)
         self._track(mean, var, count)
         out: Tensor = y
@@ -118,9 +115,30 @@ def _summed(x: Tensor, axes: Sequence[Axis]) -> Tensor:
     return x
 
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def refuse_one_value(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """Refuse to train a batch norm on one value per channel: it is its own mean."""
+    if norm.training and inputs[0].numel() == inputs[0].shape[1]:
+        raise JobError(
+            "a batch norm is given one value per channel, whose variance is 0: the microbatch has one sample; "
+            "a larger train.microbatch, model.batch_norm=all on several ranks, or fewer parallel.microbatches in a "
+            "pipeline, would work"
+        )
+
+
+def use_rank_batch_norms(module: nn.Module) -> nn.Module:
+    """Let torch's batch norms refuse what they cannot train on with a sentence; their statistics are of each rank."""
+    for part in module.modules():
+        if isinstance(part, BATCH_NORMS):
+            part.register_forward_pre_hook(refuse_one_value)
+    return module
+
+
 def use_global_batch_norms(module: nn.Module) -> nn.Module:
     """Replace torch's batch norms by ones that can use the statistics of all replicas; names do not change."""
-    if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+    if isinstance(module, BATCH_NORMS):
         return GlobalBatchNorm(module)
     for name, child in list(module.named_children()):
         if (made := use_global_batch_norms(child)) is not child:
