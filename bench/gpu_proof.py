@@ -31,7 +31,8 @@ from weft.mesh import connect
 from weft.planner import RUNNABLE, Plan, check, make_plan
 from weft.planner.rules.layout_syntax import parse_layout, ranks
 from weft.verify.compare import TOLERANCE, TRACE_FILE, Trace, compare
-from weft.verify.prove import trace_on, with_layout
+from weft.verify.prove import with_layout
+from weft.verify.traced_run import AS_IT_IS, IN_STEP, Variant, trace_on
 
 PRECISIONS = ("fp32", "bf16", "fp8")
 MODEL: dict[str, Any] = {
@@ -86,7 +87,7 @@ def job_for(model: dict[str, Any], precision: str, device: str) -> Job:
 
 
 def run_layout(
-    runs: list[tuple[str, Job, Plan]], steps: int, folder: str, reference: str | None, round_weights: bool
+    runs: list[tuple[str, Job, Plan]], steps: int, folder: str, reference: str | None, variant: Variant
 ) -> dict[str, str]:
     """On a rank: connect once, then a few steps in every precision. Returns what failed, by precision."""
     began = time.perf_counter()
@@ -97,7 +98,7 @@ def run_layout(
         own = Path(folder) / precision
         try:
             compared = None if reference is None else f"{reference}/{precision}"
-            trace_on(mesh, job, plan, steps, str(own), compared, round_weights)
+            trace_on(mesh, job, plan, steps, str(own), compared, variant)
         except (WeftError, RuntimeError) as error:
             if mesh.world > 1:
                 raise
@@ -127,26 +128,25 @@ class Proof:
         self.deadline = time.monotonic() + asked.budget
         self.rows: list[dict[str, Any]] = []
         self.log: list[str] = []
-        self.rounded: dict[str, Trace | None] = {}
-        """Another run of one rank, which shows what rounding explains."""
 
     def run(self, model: dict[str, Any], layouts: tuple[str, ...], name: str) -> None:
         reference = self.folder / f"{name}-1"
-        found = self._run(model, "1", reference, None)
+        found = self._run(
+            model, "1", reference, None, self.asked.precisions, IN_STEP
+        )  # writes the weights of each step
         self.note(f"{name}: one rank: {found}")
         traces = {p: load(reference / p) for p in self.asked.precisions}
-        self._run(model, "1", self.folder / f"{name}-rounded", reference, round_weights=True)
-        self.rounded = {"fp32": load(self.folder / f"{name}-rounded" / "fp32"), "bf16": traces.get("fp32")}
         for layout in layouts:
             if self.asked.only and not any(o in layout for o in self.asked.only.split(",")):
                 continue
             self._prove(model, layout, name, reference, traces)
 
     def _run(
-        self, model: dict[str, Any], layout: str, folder: Path, reference: Path | None, round_weights: bool = False
-    ) -> dict[str, str]:
+        self, model: dict[str, Any], layout: str, folder: Path, reference: Path | None, precisions: list[str],
+        variant: Variant,
+    ) -> dict[str, str]:  # fmt: skip
         runs, refused = [], {}
-        for precision in self.asked.precisions:
+        for precision in precisions:
             (folder / precision).mkdir(parents=True, exist_ok=True)
             try:
                 runs.append((precision, *planned(job_for(model, precision, self.asked.device), layout)))
@@ -155,8 +155,7 @@ class Proof:
         if not runs:
             return refused
         results = self.pool.run(
-            run_layout, runs[0][2].world, runs, self.asked.steps, str(folder), reference and str(reference),
-            round_weights,
+            run_layout, runs[0][2].world, runs, self.asked.steps, str(folder), reference and str(reference), variant,
         )  # fmt: skip
         return refused | results[0]
 
@@ -171,7 +170,7 @@ class Proof:
             return
         folder = self.folder / f"{name}-{len(self.rows)}"
         try:
-            found = self._run(model, layout, folder, reference)
+            found = self._run(model, layout, folder, reference, self.asked.precisions, AS_IT_IS)
         except (RankFailed, WeftError) as error:
             lines = str(error).strip().splitlines()
             found = {}
@@ -185,10 +184,14 @@ class Proof:
             elif one is None or other is None:
                 row["by"][precision] = {"verdict": "failed", "why": row.get("why", "the reference failed")}
             else:
-                v = compare(layout, row["ranks"], one, other, precision, self.rounded.get(precision))
+                v = compare(layout, row["ranks"], one, other, precision)
+                if v.verdict == "differs":  # as in weft prove: again, in step with one rank
+                    self.note(f"{layout}, {precision}: {', '.join(v.differs)} differ; again in step with one rank")
+                    self._run(model, layout, folder, reference, [precision], IN_STEP)
+                    v = compare(layout, row["ranks"], one, load(folder / precision) or other, precision)
                 row["by"][precision] = {
                     "verdict": v.verdict, "loss": v.max_loss_diff, "grad": v.max_grad_diff, "norm": v.grad_norm_diff,
-                    "worst": v.worst_parameter, "param": v.param_diff, "size": v.size_diff,
+                    "worst": v.worst_parameter, "differs": v.differs, "param": v.param_diff, "size": v.size_diff,
                     "first_grad": first_step(one, other),
                 }  # fmt: skip
         row["seconds"] = time.monotonic() - began
@@ -230,9 +233,8 @@ def page(about: dict[str, str], rows: list[dict[str, Any]], precisions: list[str
     lines = [
         "# Every layout on shared NCCL ranks", "",
         f"Made by `python bench/gpu_proof.py`: {shared}, against one rank. Largest relative differences over the "
-        "steps; each gradient is compared to its own norm. `g₁` is that of the first step. In fp32 and bf16, limits "
-        "are widened as in `weft prove` where another run of one rank shows that rounding explains more (ReLUs of T5).",
-        "",
+        "steps; each gradient is compared to its own norm. `g₁` is that of the first step. A run "
+        "beyond the tolerance is repeated in step with one rank, as by `weft prove`.", "",
         *(f"- {key}: {value}" for key, value in about.items()),
         "- tolerance of gradients, and of losses, norms and sizes: "
         + ", ".join(f"{p} {TOLERANCE[p].gradient:g} and {TOLERANCE[p].size:g}" for p in precisions), "",

@@ -6,7 +6,7 @@ Both train the same model (26 tables with the row counts of Criteo's features, d
 autocast on GPUs) on the same batches, which are on the device already, in one process and in turns. The plain loop has
 nn.EmbeddingBag(sparse=True) for each table with SparseAdam, and fused AdamW for the rest. "one table" is the same loop
 with all tables in one EmbeddingBag, as a careful person would write it. Ids are drawn by a power law. The last rows
-train a host table of --host-gib (at most 0.6 of this machine's memory) with a cache on the device, and the share of
+train a host table of --host-gib (at most 0.8 of this machine's memory) with a cache on the device, and the share of
 rows that were found there.
 """
 
@@ -38,7 +38,7 @@ CRITEO_ROWS = (
 )  # fmt: skip
 """Distinct values of the categorical features of the Kaggle data set (Naumov et al., 2019)."""
 DENSE, BOTTOM, TOP = 13, [512, 256], [512, 256]
-MAX_HOST_SHARE = 0.6
+MAX_HOST_SHARE = 0.8
 
 Batch = dict[str, Tensor]
 Steps = Callable[[int], None]

@@ -22,7 +22,7 @@ from weft.data.open_dataset import open_dataset
 from weft.job.compression import parse_compression
 from weft.job.schema import Job
 from weft.training.optional_state import load_amax_history, load_residuals
-from weft.verify.prove import join_stages, join_tensors
+from weft.verify.traced_run import join_stages, join_tensors
 
 
 def numbers(rank: int, rows: int, n: int) -> Tensor:

@@ -31,7 +31,7 @@ from weft.training.build import build_state
 from weft.training.initial_weights import published_weights
 from weft.training.step import Stepper
 from weft.verify.compare import Trace, moments_of
-from weft.verify.prove import join_stages
+from weft.verify.traced_run import join_stages
 
 
 def ready() -> str:

@@ -19,7 +19,7 @@ from weft.job.schema import Job
 from weft.mesh import connect
 from weft.parallel.data.local_sgd import CODECS
 from weft.planner import make_plan
-from weft.verify.prove import join_stages
+from weft.verify.traced_run import join_stages
 
 
 def train_to(

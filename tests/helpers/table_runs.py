@@ -14,7 +14,8 @@ from weft.mesh import connect
 from weft.planner import make_plan
 from weft.training.build import build_state
 from weft.training.step import Stepper
-from weft.verify.prove import join_tensors, whole, with_layout
+from weft.verify.prove import with_layout
+from weft.verify.traced_run import join_tensors, whole
 
 JOB: dict[str, Any] = {
     "model": {

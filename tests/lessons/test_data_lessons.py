@@ -27,7 +27,7 @@ from weft.models.build_model import build_model
 from weft.models.init import initialise
 from weft.planner import make_plan
 from weft.verify.compare import Trace
-from weft.verify.prove import trace
+from weft.verify.traced_run import trace
 
 RANKS, LAYERS, DIM, BATCH = 4, 4, 12, 24
 

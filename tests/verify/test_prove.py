@@ -15,10 +15,12 @@ from weft.job.errors import FitError
 from weft.job.token_files import read_meta
 from weft.launch.rank_pool import RankPool
 from weft.planner import make_plan
+from weft.planner.rules.layout_syntax import parse_layouts
 from weft.training.export import tokenizer_file
 from weft.verify.compare import Trace, compare
 from weft.verify.prove import LayoutChecker, _run, prove, with_layout
 from weft.verify.small_job import small
+from weft.verify.traced_run import IN_STEP
 
 
 def test_layouts_are_proven_and_refused(pool: RankPool) -> None:
@@ -145,3 +147,23 @@ def test_another_run_of_one_process_shows_what_rounding_explains(
     )
     assert checker.verdict("", {"dp_replicate": 1, "dp_shard": 2, "zero": 3}).verdict == "differs"
     assert checker.exact is exact
+
+
+def test_a_run_in_step_with_one_process_begins_each_step_from_its_weights(pool: RankPool, tmp_path: Path) -> None:
+    """So gradients do not drift apart, and the updates of every step still count: here those of half the rate."""
+    job = make_job("precision=fp32", "optim.warmup=0")
+    one = with_layout(job, {"dp_replicate": 1, "dp_shard": 1})
+    leader = _run(pool, one, 1, 3, str(tmp_path), None, IN_STEP)
+    slower = job.model_copy(update={"optim": job.optim.model_copy(update={"lr": job.optim.lr / 2})})
+    for name, section in parse_layouts(["zero1", "zero3", "tp2", "pp2"]):
+        folder = tmp_path / name
+        folder.mkdir()
+        right, wrong = (
+            compare(
+                "", 2, leader, _run(pool, with_layout(j, section), 2, 3, str(folder), str(tmp_path), IN_STEP), "fp32"
+            )
+            for j in (job, slower)
+        )
+        assert right.verdict == "same", name
+        assert set(wrong.differs) == {"parameters", "update size", "update"}, name
+        assert wrong.update_size_diff == pytest.approx(0.5, abs=0.1), name

@@ -50,10 +50,6 @@ in fp32 from a run whose first weights differ in their last bits."""
 ROUNDING_FACTOR, MAX_WIDENING = 3.0, 4.0
 """A tolerance of these is widened to this factor times that rounding: both runs are rounded, and errors vary between
 steps. It grows at most by the second factor."""
-FP32_MAX_WIDENING = 200.0
-"""The same of gradients in fp32. A ReLU whose input is almost 0 passes a gradient in one run and none in the other:
-with a million activations in a layer, one of them changes the gradient of its weights by 6e-4. It can be in any layer,
-so the rounding is that of the parameter that changed most."""
 
 MIN_NORM_SHARE = 1e-3
 """A parameter's gradient is compared to its own norm, or to this share of the norm of all if its own is smaller.
@@ -152,10 +148,7 @@ def compare(
     if exact is not None:
         noise, rounding = _differences(exact, reference, share)
         bounds = {what: _widened(limit, rounding[what]) for what, limit in bounds.items()}
-        if precision == "fp32":
-            noise = dict.fromkeys(noise, max(noise.values()))
-        most = FP32_MAX_WIDENING if precision == "fp32" else MAX_WIDENING
-        allowed = {name: _widened(limits.gradient, noise.get(name, 0.0), most) for name in gradients}
+        allowed = {name: _widened(limits.gradient, noise.get(name, 0.0)) for name in gradients}
     worst = max(gradients, key=lambda n: gradients[n] / allowed[n])
     bounds["gradient"], values["gradient"] = allowed[worst], gradients[worst]
     differs = tuple(what for what, limit in bounds.items() if not values[what] <= limit)
@@ -175,8 +168,8 @@ def _limits(limits: Tolerance) -> dict[str, float]:
     }  # fmt: skip
 
 
-def _widened(limit: float, rounding: float, most: float = MAX_WIDENING) -> float:
-    return min(max(limit, ROUNDING_FACTOR * rounding), most * limit)
+def _widened(limit: float, rounding: float) -> float:
+    return min(max(limit, ROUNDING_FACTOR * rounding), MAX_WIDENING * limit)
 
 
 def _differences(reference: Trace, other: Trace, share: float) -> tuple[dict[str, float], dict[str, float]]:
