@@ -14,28 +14,10 @@ from pydantic import BaseModel
 
 from weft.hardware.catalog import DEVICES, NETWORKS
 from weft.job.compression import COMPRESSORS
-from weft.job.data import ImageData
 from weft.job.model import FAMILIES
-from weft.job.model_parts.loss_settings import NamedLoss
 from weft.job.optim import LR_SCHEDULES, OPTIMIZERS
 from weft.job.registry import NameIn
-from weft.job.schema import (
-    Data,
-    DeviceGroup,
-    Experts,
-    Failures,
-    Job,
-    KubernetesOptions,
-    Latent,
-    Model,
-    MpiOptions,
-    RayOptions,
-    RopeScaling,
-    SlurmOptions,
-    SshOptions,
-    Sync,
-    TopologyLevel,
-)
+from weft.job.schema import Data, Job, Model
 from weft.job.section import field_docs
 from weft.job.shapes import ALIASES, SHAPES, resolve
 from weft.planner.model.counts import count_parameters
@@ -147,11 +129,19 @@ def table(section: type[BaseModel]) -> str:
 
 
 def is_section(annotation: Any) -> type[BaseModel] | None:
-    """The section behind a field of a job, if it is one."""
-    for option in (annotation, *typing.get_args(annotation)):
-        if isinstance(option, type) and issubclass(option, BaseModel):
-            return option
-    return None
+    """The section behind a field, if it is one, or a list or dict of sections."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for option in typing.get_args(annotation) if (found := is_section(option))), None)
+
+
+def inner_sections(parent: str, section: type[BaseModel]) -> list[tuple[str, type[BaseModel]]]:
+    """The sections inside of a section, each after the one that it is in."""
+    made = []
+    for name, field in section.model_fields.items():
+        if (inner := is_section(field.annotation)) is not None:
+            made += [(f"{parent}.{name}", inner), *inner_sections(f"{parent}.{name}", inner)]
+    return made
 
 
 def page() -> str:
@@ -162,24 +152,12 @@ def page() -> str:
     for name, field in Job.model_fields.items():
         section = is_section(field.annotation)
         if section is not None:
-            sections.append((name, section))
+            sections += [(name, section), *inner_sections(name, section)]
         default = f"[see below](#{name})" if section is not None and name != "parallel" else shown(field.default)
         takes = "a section" if section is not None else kind(field.annotation)
         takes = "`auto` or a section" if name == "parallel" else takes
         plain.append(f"| `{name}` | {default} | {takes} | {field_docs(Job).get(name, '')} |")
     parts.append("\n".join(plain) + "\n")
-    inner: list[tuple[str, str, type[BaseModel]]] = [
-        ("model", "rope_scaling", RopeScaling), ("model", "latent", Latent), ("model", "experts", Experts),
-        ("model", "loss", NamedLoss), ("data", "images", ImageData),
-        ("cluster", "levels", TopologyLevel),
-        ("cluster", "also", DeviceGroup), ("cluster", "failures", Failures), ("cluster", "slurm", SlurmOptions),
-        ("cluster", "ssh", SshOptions), ("cluster", "mpi", MpiOptions), ("cluster", "kubernetes", KubernetesOptions),
-        ("cluster", "ray", RayOptions),
-        ("train", "sync", Sync),
-    ]  # fmt: skip
-    for parent, name, part in reversed(inner):
-        at = [n for n, _ in sections].index(parent) + 1
-        sections.insert(at, (f"{parent}.{name}", part))
     for name, section in sections:
         parts.append(f"## {name}\n\n{' '.join((section.__doc__ or '').split())}\n\n{table(section)}\n")
     parts += [shapes(), catalog(), kinds()]

@@ -192,3 +192,5 @@ def test_every_page_of_docs_is_in_the_index():
 
 def test_the_page_of_jobs_is_current():
     assert text_of("jobs") == maker("jobs").page(), "run python docs/make_jobs.py"
+    for part in ("data.mixture", "model.tables", "model.lora", "watch.alerts", "watch.alerts.to"):
+        assert f"\n## {part}\n" in text_of("jobs"), "every section inside of a section is described"
