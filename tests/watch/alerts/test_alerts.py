@@ -85,6 +85,11 @@ def http_sink(status: int = 200) -> Iterator[tuple[str, list[Any]]]:
         def do_POST(self) -> None:
             got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(status)
+            self.send_header("Location", "/")
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            self.send_response(200)  # a page, which would swallow a message that was redirected to it
             self.end_headers()
 
         def log_message(self, format: str, *args: Any) -> None: ...
@@ -135,6 +140,13 @@ def test_webhook_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert got == list(shapes.values())
     with http_sink(500) as (url, _), pytest.raises(OSError, match="the webhook answered 500"):
         send(AlertTarget(webhook=url), MESSAGE)
+    with (
+        http_sink(302) as (url, _),
+        pytest.raises(OSError, match=r"answered 302 Found; write the address that it points"),
+    ):
+        send(AlertTarget(webhook=url), MESSAGE)
+    with smtp_sink() as (url, _), pytest.raises(OSError, match="the webhook did not answer in HTTP: BadStatusLine 220"):
+        send(AlertTarget(webhook=url.replace("smtp:", "http:")), MESSAGE)
     monkeypatch.delenv("HOOK")
     with pytest.raises(OSError, match="environment variable HOOK is not set"):
         send(AlertTarget(webhook="$HOOK"), MESSAGE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -115,14 +116,24 @@ def _run(command: str, message: AlertMessage) -> None:
         raise OSError(f"the command ended with code {done.returncode}{': ' + last[0][:200] if last else ''}")
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: it would become a GET without the message, which any page answers."""
+
+    def redirect_request(self, *args: Any) -> None:
+        return None
+
+
 def _post(url: str, data: dict[str, Any]) -> None:
     body = json.dumps(data, ensure_ascii=False).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json; charset=utf-8"}, method="POST")
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        with urllib.request.build_opener(_NoRedirects).open(request, timeout=TIMEOUT_S) as answer:
             answer.read(1 << 16)
     except urllib.error.HTTPError as error:
-        raise OSError(f"the webhook answered {error.code} {error.reason}") from None
+        moved = "; write the address that it points to" if error.code in range(300, 400) else ""
+        raise OSError(f"the webhook answered {error.code} {error.reason}{moved}") from None
+    except http.client.HTTPException as error:
+        raise OSError(f"the webhook did not answer in HTTP: {type(error).__name__} {error}") from None
     except (urllib.error.URLError, ValueError) as error:
         raise OSError(f"the webhook cannot be reached: {getattr(error, 'reason', error)}") from None
 
