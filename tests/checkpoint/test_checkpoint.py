@@ -287,6 +287,7 @@ def test_a_hostile_checkpoint_runs_nothing(tmp_path: Path) -> None:
     events: Events = []
     assert open_folder(tmp_path / "run", events).load_newest(blank()).step == 1  # type: ignore[union-attr]
     assert "names posix.system, which is not part of an index" in events[0][1]["why"]
+    assert events[1][1]["why"].endswith("__0_0.distcp holds something else than tensors, which is not read")
     assert len(events) == 2
     assert not marker.exists()
 

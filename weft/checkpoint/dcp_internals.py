@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 INDEX_FILE = ".metadata"
+UnpicklingError = pickle.UnpicklingError
 ALLOWED_NAMES = {
     "torch.distributed.checkpoint.metadata": [
         "Metadata",

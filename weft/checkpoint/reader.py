@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from weft.checkpoint.dcp_internals import INDEX_FILE, StorageInfo, read_index
+from weft.checkpoint.dcp_internals import INDEX_FILE, StorageInfo, UnpicklingError, read_index
 from weft.checkpoint.format import Damaged, check_file, read_manifest
 from weft.comm.agreement import error_text
 from weft.comm.shards import local_of, shard_of
@@ -88,7 +88,10 @@ class Index:
                         raise ValueError(f"{file} is stored with {info.transform_descriptors}")
                     stream.seek(info.offset)
                     content = io.BytesIO(stream.read(info.length))
-                    chunk = torch.load(content, map_location="cpu", weights_only=True)
+                    try:
+                        chunk = torch.load(content, map_location="cpu", weights_only=True)
+                    except UnpicklingError:  # whose text advises to load the file as code
+                        raise ValueError(f"{file} holds something else than tensors, which is not read") from None
                     if not isinstance(chunk, Tensor) or chunk.shape != size:
                         raise ValueError(f"{file} holds something else than the index names")
                     target.copy_(chunk[box])
