@@ -60,7 +60,7 @@ LATER = {
     "memory/host_copies.py memory/released_gradients.py memory/split_*.py memory/weight_stream.py "
     "memory/fp8_activations.py memory/activation_internals.py optim/state_*.py optim/streamed_optimizer.py "
     "optim/weight_offload.py optim/pieces.py optim/backward_updates.py optim/codec_kernels.py "
-    "optim/coded_adamw_kernels.py measure/tiers.py planner/memory/tiers.py planner/memory/disk_space.py "
+    "optim/coded_adamw_kernels.py measure/tiers.py planner/memory/tiers.py planner/disk_space.py "
     "planner/time/streaming.py",
     "other: NCCL ranks that share a GPU, encryption, secure averaging, LARS and LAMB": "hardware/shared_devices.py "
     "wire/tls.py server/secure_*.py server/privacy.py comm/teardown.py supervisor/process_group_internals.py "

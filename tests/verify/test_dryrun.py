@@ -68,6 +68,7 @@ BF16: dict[str, Any] = {"precision": "bf16"}
 FULL, SELECTIVE, TWO_BLOCKS = ({"memory": {"recompute": option}} for option in ("full", "selective", 2))
 CODED: dict[str, Any] = {"memory": {"activations": "fp8"}}
 SGD, MUON, ADAFACTOR, LARS, LAMB = ({"optim": {"name": n}} for n in ("sgd", "muon", "adafactor", "lars", "lamb"))
+DOCUMENTS: dict[str, Any] = {"data": {"source": "synthetic", "seq_len": 128, "mask_documents": True}}
 ONE: dict[str, Any] = {"train": {"global_batch": 2, "microbatch": 2}}
 EMA: dict[str, Any] = {"train": {"global_batch": 12, "microbatch": 2, "ema": 0.9}}
 CASES: tuple[tuple[dict[str, Any], str, int, dict[str, Any]], ...] = (
@@ -91,6 +92,8 @@ CASES: tuple[tuple[dict[str, Any], str, int, dict[str, Any]], ...] = (
     (LLAMA, "pp2 zb-h1 tp=2", 1, FULL | LARS),
     (DEEP, "pp4 zb-h1", 3, BF16),
     (DEEP, "pp4 zb-h1", 1, SGD),
+    ({**DEEP, "layers": 3}, "pp4 zb-h1", 3, BF16 | FULL),
+    (GPT2, "pp2 zb-h1 dp_shard=2", 3, {"memory": {"recompute": 2, "activations": "fp8"}}),
     (DEEP, "pp2 dualpipe-v", 1, SGD),
     (WIDE, "dp_shard=2 cp=2 ulysses zero3", 3, FULL),
     (WIDE, "cp=2 tp=2 ulysses", 3, BF16),
@@ -101,6 +104,7 @@ CASES: tuple[tuple[dict[str, Any], str, int, dict[str, Any]], ...] = (
     (MOE, "dp_shard=2 tp=2 ep=4", 1, FULL),
     (MOE, "pp2 tp2 ep2", 3, BF16),
     (VIT, "dp_replicate=2 tp=2", 1, {}),
+    (VIT, "dp_shard=3 zero1", 0, CODED),
     (MLP, "pp2 tp2", 3, {}),
     ({**MLP, "layers": 6}, "pp2 tp2", 0, {}),
 )
@@ -169,11 +173,14 @@ def test_peak_of_long_pairs_over_context() -> None:
         assert abs(peak_error(traced(make(T5, layout, **precision, **LONG), 1))) < 0.08
 
 
-@pytest.mark.parametrize(("layout", "compression"), [("ddp2", "int4"), ("zero2", "topk:0.01")])
-def test_peak_with_compressed_gradients(layout: str, compression: str) -> None:
-    """What a step does not send is held beside that of the step before."""
+@pytest.mark.parametrize(
+    ("layout", "compression", "dim"),
+    [("ddp2", "int4", 256), ("zero2", "topk:0.01", 256), ("zero3", "int8", 64), ("ddp2", "fp16", 64)],
+)
+def test_peak_with_compressed_gradients(layout: str, compression: str, dim: int) -> None:
+    """What a step does not send is held beside that of the step before, and messages have temporary tensors."""
     raw = {**BF16, **SGD, "data": {"source": "synthetic", "seq_len": 16}, "comm": {"compression": compression}}
-    found = traced(make({**LLAMA, "dim": 256, "vocab": 2000}, layout, **raw), 0)
+    found = traced(make({**LLAMA, "dim": dim, "vocab": 2000 if dim > 64 else 200}, layout, **raw), 0)
     assert abs(peak_error(found)) < 0.06
     assert found.traced["communication"] == pytest.approx(found.estimated["communication"], rel=0.01)
 
@@ -182,6 +189,11 @@ def test_documents_under_context_parallelism() -> None:
     """Which chunks see which depends on values; a dry run has none and takes all of them."""
     job = make(LLAMA, "cp2 ring", data={"source": "synthetic", "seq_len": 32, "mask_documents": True})
     assert_exact(traced(job, 1))
+
+
+def test_peak_with_masks_of_documents() -> None:
+    """They are freed after the forward pass."""
+    assert abs(peak_error(traced(make(DEEP, "pp2 zbv", **DOCUMENTS), 0))) < 0.05
 
 
 def test_large_worlds() -> None:

@@ -34,6 +34,13 @@ class CompressionKind:
     """Moved through memory to encode and decode a gradient."""
     residual: float = 0.0
     """Kept between steps: what was not sent (error feedback)."""
+    summing: tuple[float, float] = (0.0, 0.0)
+    """Temporary, while replicas sum a bucket: for each number, and besides for each that is encoded at once, which are
+    all of them on a GPU and NOISE_VALUES on a CPU."""
+    scattering: tuple[float, float] = (0.0, 0.0)
+    """The same while gradients are summed into shards, of those that other ranks get."""
+    gathering: tuple[float, float] = (5.6, 4.0)
+    """The same while weights are gathered: those of 8-bit integers."""
     number: Number | None = None
     share: Callable[[float], float] | None = None
     """Share of the elements that is sent, with their places, at a number; None where all are sent."""

@@ -22,7 +22,7 @@ from weft.launch.open_files import ensure_open_files
 from weft.launch.queue.run_claim import claimed_for_run
 from weft.launch.run_files import RunFiles, keep_earlier_run
 from weft.planner import RUNNABLE, Plan, check, check_fits, make_plan
-from weft.planner.memory.disk_space import check_checkpoint_space
+from weft.planner.disk_space import check_checkpoint_space
 from weft.planner.ranks import shares_devices
 from weft.server.launcher import launch_server_run
 from weft.server.rendezvous import prepare_rendezvous

@@ -10,7 +10,7 @@ from weft.hardware.catalog import Device, Network, find_device, find_network
 from weft.job.errors import JobError
 from weft.job.schema import Experts, Job, Parallel
 from weft.planner.describe import run_lengths
-from weft.planner.memory.layout_group import chunk_tokens, host_gib
+from weft.planner.memory.long_sequences import chunk_tokens, host_gib
 from weft.planner.memory.stage_blocks import split_blocks
 from weft.planner.plan import AXES, Plan
 from weft.planner.rules.arithmetic import asked_ranks, divisors

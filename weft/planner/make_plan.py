@@ -15,6 +15,7 @@ from weft.job.schema import Job
 from weft.job.shapes import resolve
 from weft.planner.advice.expert_placement import with_copies
 from weft.planner.calibration import Calibration
+from weft.planner.disk_space import endurance_line
 from weft.planner.estimator import Estimator, make_estimator, run_memory
 from weft.planner.layout_settings import (
     choose_chunks,
@@ -26,7 +27,6 @@ from weft.planner.layout_settings import (
     compiles,
     pin_degrees,
 )
-from weft.planner.memory.disk_space import endurance_line
 from weft.planner.memory.tiers import (
     OFFLOAD_REASONS,
     RESIDENT,

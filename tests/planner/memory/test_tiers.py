@@ -11,7 +11,7 @@ import pytest
 from weft.job import parse_job
 from weft.job.errors import FitError, JobError
 from weft.planner import make_plan
-from weft.planner.memory.disk_space import check_checkpoint_space, endurance_line
+from weft.planner.disk_space import check_checkpoint_space, endurance_line
 
 
 def job(memory: dict[str, Any], **more: Any) -> Any:

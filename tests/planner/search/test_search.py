@@ -13,7 +13,7 @@ from weft.job import parse_job
 from weft.job.shapes import resolve
 from weft.planner.estimator import Estimator, make_estimator
 from weft.planner.make_plan import make_plan, pick_layout, start_plan
-from weft.planner.memory.layout_group import SPLITS
+from weft.planner.memory.layout_ranks import SPLITS
 from weft.planner.plan import Plan
 from weft.planner.rules.tensor_rules import heads_fit
 from weft.planner.search.branch_and_bound import find_layouts

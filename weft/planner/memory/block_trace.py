@@ -52,9 +52,10 @@ def block_bytes(m: Model, z: Sizes, mix: Mixture | None = None) -> BlockBytes:
     whole, decoded = kept, 0.0 * x
     if z.coded:
         largest = tape.encode(x, z.c)
-        working = np.minimum(forward, 3 * largest * z.c + 2 * x)  # other tensors are freed as the forward pass goes on
+        # other tensors are freed as the forward pass goes on: the factors of a gated product, or its input, are there
+        working = np.minimum(forward, (2 if m.gated else 1) * largest * z.c + 4 * x)
         kept = tape.live - x * CODED_BYTES / z.c
-        forward, decoded = kept + working + encoding(largest), 2 * largest * z.c
+        forward, decoded = kept + working + encoding(largest, z.c), 2 * largest * z.c
     tape.take(dy=x)
     start = tape.peak = tape.live
     _block_backward(tape, m, z, mix)

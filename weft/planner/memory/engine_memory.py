@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from weft.job.schema import Job
-from weft.planner.memory.layout_group import SPLITS, LayoutGroup, chunk_tokens, microbatches_by_schedule
-from weft.planner.memory.layout_ranks import Rank
+from weft.planner.memory.layout_group import LayoutGroup
+from weft.planner.memory.layout_ranks import SPLITS, Rank, microbatches_by_schedule
+from weft.planner.memory.long_sequences import chunk_tokens
 from weft.planner.memory.peak_walk import PARTS
 from weft.planner.memory.stage_blocks import BlockCounts, StageBlocks
 from weft.planner.memory.states import UnitSizes, unit_sizes
@@ -22,7 +23,7 @@ from weft.planner.memory.unit_passes import PassTables
 from weft.planner.model.model_facts import Size
 from weft.planner.model.parameters import coords_of
 from weft.planner.plan import Plan
-from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts, distinct, hashed
+from weft.planner.search.candidates import OFFLOADS, Layouts, distinct, hashed
 
 TRACED_AT_ONCE = 8192
 """Layouts traced at once: their arrays stay in the cache."""
@@ -134,8 +135,7 @@ class EngineMemory:
         size = len(layouts)
         piped = np.flatnonzero(layouts.pp > 1)
         pipelines = layouts.take(piped)
-        one_pass = _recomputes_all(pipelines) & SPLITS[pipelines.schedule]
-        inner = self.stages.inner(pipelines, one_pass, self.plan.backend == "gloo")
+        inner = self.stages.inner(pipelines, self.plan.backend == "gloo")
         some = [np.arange(size), piped, *(piped[number > 0] for number in inner)]
         at = [np.zeros(size, np.int64), pipelines.pp - 1, *(number[number > 0] for number in inner)]
         found = self._trace(layouts.take(np.concatenate(some)), Place(np.concatenate(at)), detail)
@@ -158,15 +158,19 @@ class EngineMemory:
         else:
             counts = self.stages.at(layouts, at)
         rounds = self.device == "cpu" and self.plan.precision == "bf16" and not self.plan.split_master
-        units, position = _unit_sizes(self.job, layouts, place, rounds)
+        first, position = distinct(layouts.tp, layouts.ep, layouts.cp, layouts.dp_shard, layouts.sequence)
+        units = unit_sizes(self.job, layouts.take(first), place.tp, place.shard, rounds)
         in_flight, pending, losses = microbatches_by_schedule(layouts, at, "in_flight", "pending", "losses_wait")
-        some = np.flatnonzero(_recomputes_all(layouts) & SPLITS[layouts.schedule])
-        if len(some):  # a recomputed block makes all its gradients in one pass
+        splits = SPLITS[layouts.schedule] & (layouts.pp > 1)
+        again = np.where(layouts.recompute_blocks < 0, counts.blocks * (layouts.recompute > 0), counts.again)
+        some = np.flatnonzero(splits & (again > 0))
+        if len(some):  # a stage with recomputed blocks makes all its gradients in one pass
             (in_flight[some],) = microbatches_by_schedule(layouts.take(some), at[some], "awaiting_backward")
+            pending[some], splits[some] = 0.0, False
         if least:  # the first rank of a pipeline in a V holds least
             fewest = np.minimum(in_flight - 0.5, (layouts.accumulation + 1) / 2)
             in_flight = np.where(layouts.pp > 1, fewest, in_flight)
-        return Rank(layouts, at, counts, position, in_flight, pending, losses), units
+        return Rank(layouts, at, counts, position, in_flight, pending, losses, splits), units
 
     def _trace(self, layouts: Layouts, place: Place, detail: bool, least: bool = False) -> dict[str, Size]:
         out = {name: np.zeros(len(layouts)) for name in (("total", *PARTS) if detail else ("total",))}
@@ -194,7 +198,6 @@ class EngineMemory:
         sharded = layouts.dp_shard > 1
         piped = layouts.pp > 1
         several = layouts.accumulation > 1
-        splits = SPLITS[layouts.schedule] & piped
         partly = layouts.recompute_blocks >= 0
         alone = ~fp32 & (layouts.dp * layouts.cp * layouts.pp * layouts.accumulation == 1)
         again = several & fp32
@@ -208,7 +211,7 @@ class EngineMemory:
         }  # fmt: skip
         step: Flags = {
             "piped": piped, "zero": _step_stage(layouts),
-            "split_passes": splits & ((layouts.recompute == 0) | partly), "partly": partly,
+            "split_passes": ranks.splits, "partly": partly,
             "several": several, "steady": ranks.steady & several,
         }  # fmt: skip
         outer, key = (_digits(len(layouts), columns) for columns in (sizes, step))
@@ -266,10 +269,6 @@ def _edges(values: Any) -> list[int]:
     return [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
 
 
-def _recomputes_all(layouts: Layouts) -> Size:
-    return (layouts.recompute == RECOMPUTES.index("full")) & (layouts.recompute_blocks < 0)
-
-
 def _memory_columns(layouts: Layouts) -> tuple[Any, ...]:
     """Equal for layouts whose memory is the same: styles of cp do not matter."""
     stage = np.where(layouts.precision == 0, layouts.zero, _step_stage(layouts))  # fp32 blocks keep more under ZeRO 1
@@ -278,9 +277,3 @@ def _memory_columns(layouts: Layouts) -> tuple[Any, ...]:
         layouts.virtual_stages, layouts.schedule, layouts.ep, layouts.microbatch, layouts.accumulation,
         layouts.recompute, layouts.recompute_blocks, layouts.offload, layouts.precision, layouts.compression,
     )  # fmt: skip
-
-
-def _unit_sizes(job: Job, layouts: Layouts, place: Place, rounds: bool) -> tuple[dict[str, UnitSizes], Any]:
-    """Sizes of units for each way of sharding them, and for each layout the position of its way."""
-    first, position = distinct(layouts.tp, layouts.ep, layouts.cp, layouts.dp_shard, layouts.sequence)
-    return unit_sizes(job, layouts.take(first), place.tp, place.shard, rounds), position

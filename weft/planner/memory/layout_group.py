@@ -4,36 +4,31 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from weft.hardware.probe import GIB, probe
+from weft.hardware.probe import GIB
 from weft.job.optim import OPTIMIZERS
-from weft.job.schema import Job
 from weft.planner.engine_constants import (
     CODED_ELEMENTS,
-    LONG_SEQUENCE_CHUNK,
-    NOISE_VALUES,
     PREFETCHED_MESSAGES,
     STREAMED_PIECE_ELEMENTS,
 )
+from weft.planner.memory.compressed_bytes import CompressedLayouts
 from weft.planner.memory.layout_ranks import BlockWeights, Rank, SharedTables
 from weft.planner.memory.live_bytes import FP32_BYTES, PassBytes
+from weft.planner.memory.long_sequences import host_gib
 from weft.planner.memory.peak_walk import Walk
 from weft.planner.memory.states import OUTSIDE_BLOCKS, UnitSizes, low_half_bytes, piece_elements
-from weft.planner.memory.step_trace import Regime, Stage, StepTrace, Unit
+from weft.planner.memory.step_trace import StepTrace
+from weft.planner.memory.step_units import Regime, Stage, Unit
 from weft.planner.memory.unit_passes import Passes, PassTables
 from weft.planner.model.model_facts import Size
-from weft.planner.rules.context_rules import attends, needs_whole_sequence
-from weft.planner.schedules.known_schedules import SCHEDULE_NAMES, SCHEDULES
-from weft.planner.search.candidates import OFFLOADS, Layouts, distinct
-from weft.planner.search.space import MAX_MICROBATCH_TOKENS
-from weft.planner.time.compression import residual_bytes
+from weft.planner.schedules.known_schedules import SCHEDULE_NAMES
+from weft.planner.search.candidates import OFFLOADS, distinct
 
-HOST_SHARE = 0.7
-"""Share of a host's memory for offloaded states and activations."""
 CODING_BYTES = 64
 """Temporary bytes for each element of a state while it is encoded."""
 RUNTIME_BYTES = {"cpu": 0.35 * GIB, "cuda": 0.0}
@@ -42,8 +37,6 @@ WORKSPACE_BYTES = 0.3 * GIB
 """Scratch of cuBLAS and cuDNN in compiled blocks."""
 ALL_FORWARD_FIRST = np.array([name == "gpipe" for name in SCHEDULE_NAMES])
 """By the code of a schedule: whether all microbatches pass forward before the first backward pass."""
-SPLITS = np.array([SCHEDULES[name].splits_backward for name in SCHEDULE_NAMES])
-"""By the code of a schedule: whether it computes gradients of weights separately."""
 NO_PASSES = PassBytes(0.0, 0.0, 0.0)
 
 
@@ -98,9 +91,8 @@ class LayoutGroup:
         passes = Passes.from_table(shared.passes, shared.columns[chosen], layouts.recompute, flags["partly"])
         stage = self.stage(passes, states)
         between = {part: states[part] for part in ("parameters", "optimizer", "communication")}
-        runtime = RUNTIME_BYTES[self.plan.device] + (WORKSPACE_BYTES if flags["compiled"] else 0.0)
-        between["runtime"] = runtime + 0.0 * states["parameters"]
-        messages = PREFETCHED_MESSAGES * stage.hidden * self._neighbours() if flags["piped"] else 0.0
+        between["runtime"] = RUNTIME_BYTES[self.plan.device] + (WORKSPACE_BYTES if flags["compiled"] else 0.0)
+        messages = PREFETCHED_MESSAGES * stage.hidden * rank.neighbours if flags["piped"] else 0.0
         walk = Walk(
             {
                 **between, "gradients": states["gradients"] * flags["buckets"],
@@ -188,13 +180,13 @@ class LayoutGroup:
         if self.plan.sync == "predict":  # the true weights and states, the sum in flight and two averages
             optimizer = optimizer + bytes_["optimizer"] + 4 * FP32_BYTES * held.trained_held
         width = self.compute_bytes if self.flags["alone"] else FP32_BYTES
-        not_sent = residual_bytes(layouts) * held.compressed
-        noise = 2 * NOISE_VALUES * FP32_BYTES * (self.plan.compression != "none") * (layouts.dp * layouts.cp > 1)
+        compressed = self.compressed()
+        not_sent = 0.0 if compressed is None else compressed.residual * held.compressed
         out = {
             "parameters": masters + bytes_["frozen"] + bytes_["copies"] + bytes_["average"] * here["averages"]
             - self.block_weights(held).freed(self.plan.weight_share),
             "optimizer": optimizer,
-            "communication": not_sent + noise,
+            "communication": not_sent + (0.0 if compressed is None else compressed.noise),
             "not sent before": not_sent,
             "gradients": bytes_["gradients"] - self.block_gradients(held),
             "update": np.maximum(held.scratch[0], (width if self.flags["tp"] else 0) * held.partial),
@@ -206,6 +198,8 @@ class LayoutGroup:
         if self.plan.tiered:
             out["update"] += self._piece_bytes(held.held)
         out["update"] = np.maximum(out["update"], held.scratch[1])
+        if compressed is not None and self.flags["buckets"]:
+            out["update"] = np.maximum(out["update"], compressed.summing(held.compressed, self._largest_compressed()))
         if self.plan.gradient_home == "released":
             scratch = [size.scratch[0] for kind, size in self.unit_here.items() if kind not in OUTSIDE_BLOCKS]
             out["block update"] = np.max(scratch, 0) + self._piece_bytes(held.held, blocks=True)
@@ -220,6 +214,17 @@ class LayoutGroup:
             for kind, sizes in kinds.items()
             for row in ("gathered", "trained_gathered", "trained_padded", "compressed")
         }
+
+    def compressed(self) -> CompressedLayouts | None:
+        """How gradients are compressed; None where they are not."""
+        if self.plan.compression == "none":
+            return None
+        return CompressedLayouts(self.job, self.plan, self.layouts, self.tables.device, self.compute_bytes)
+
+    def _largest_compressed(self) -> Size:
+        """Numbers of the embedding or of the head, which are summed by themselves where they exceed a bucket."""
+        ends = [self.unit_here[kind].compressed for kind in ("begin", "head") if kind in self.unit_here]
+        return np.max(ends, 0) if ends else 0.0
 
     @property
     def _fused(self) -> bool:
@@ -279,41 +284,52 @@ class LayoutGroup:
     def stage(self, passes: Passes, states: dict[str, Size]) -> Stage:
         """The units of the rank."""
         layouts, flags, (blocks, dense, again, again_waiting) = self.layouts, self.flags, self.rank.counts
-        width = self.compute_bytes
         again, again_waiting = ((layouts.recompute > 0) * each for each in (again, again_waiting))
-        residual = residual_bytes(layouts) if self.plan.compression != "none" else None
-        apart = _unit(states, "experts", width, residual) if "experts gathered" in states else None
+        compressed = self.compressed()
+
+        def unit(kind: str, passes: PassBytes = NO_PASSES, experts: Unit | None = None) -> Unit:
+            trained, width = states[f"{kind} trained_gathered"], self.compute_bytes
+            coded = None if compressed is None else compressed.unit(states[f"{kind} compressed"])
+            return Unit(
+                states[f"{kind} gathered"] * width, trained * width, trained, states[f"{kind} trained_padded"],
+                passes, experts, coded,
+            )  # fmt: skip
+
+        apart = unit("experts") if "experts gathered" in states else None
         parts: list[tuple[Unit, Size]] = []
         waits_more: Size = 0.0
         for kind, modes, count in (("dense", passes.dense, dense), ("routed", passes.routed, blocks - dense)):
             if modes is None:
                 continue
             experts = apart if kind == "routed" else None
-            chosen = _unit(states, kind, width, residual, modes[0], experts)
+            chosen = unit(kind, modes[0], experts)
             if not flags["partly"]:
                 parts.append((chosen, count))
                 continue
             # the first of a stage (memory/recompute.py); with experts, dense blocks are the first
             recomputed = np.minimum(np.maximum(again - (dense if kind == "routed" else 0), 0), count)
             one = replace(chosen, passes=modes[1])
-            parts += [(replace(chosen, recomputed=True), recomputed), (one, count - recomputed)]
+            parts += [(chosen, recomputed), (one, count - recomputed)]
             waits_more = (again - again_waiting) * (one.passes.kept - chosen.passes.kept)
-        kinds = [(unit, count) for unit, count in parts if np.any(count > 0)]
+        kinds = [(one, count) for one, count in parts if np.any(count > 0)]
         if np.any(layouts.offload == OFFLOADS.index("activations")):
             kinds = self._offloaded(kinds)
         stages = layouts.virtual_stages if flags["piped"] else 1
         streams = 1 + (self.job.model.is_encoder_decoder & (dense > 0) & (blocks > dense))
         # blocks that run again read them again, and from the second block on there is a gradient to add to
         tables = streams + ((dense > 1) | (blocks - dense > 1))
-        stays = passes.distances * tables * (layouts.recompute > 0)
+        stays = (passes.distances * tables + passes.masks * stages) * (layouts.recompute > 0)
+        in_forward = None
+        if self.job.model.is_encoder_decoder or self.job.data.separates_documents:
+            in_forward = (passes.distances * streams + passes.masks) * (layouts.recompute == 0)
         head_grad = passes.head_grad * self.ends * (self.job.model.lora is None)
         return Stage(
-            tuple(kinds), _unit(states, "root", width, residual), _scaled(passes.begin, self.begins),
+            tuple(kinds), unit("root"), _scaled(passes.begin, self.begins),
             _scaled(passes.end, self.ends), head_grad, head_grad * self.tied, passes.hidden,
             passes.hidden * (stages - self.begins), passes.per_microbatch * np.maximum(stages, streams) + stays,
             passes.later * (self.rank.pending > 0) / stages, passes.later_end * self.ends * (self.rank.pending > 0),
             np.where(self.rank.pending > 0, passes.input_pass, passes.dense[0].backward), waits_more,
-            passes.distances * streams * (layouts.recompute == 0) if self.job.model.is_encoder_decoder else None,
+            in_forward, compressed,
         )  # fmt: skip
 
     def _offloaded(self, kinds: list[tuple[Unit, Size]]) -> list[tuple[Unit, Size]]:
@@ -326,63 +342,6 @@ class LayoutGroup:
             (replace(unit, passes=replace(unit.passes, kept=unit.passes.kept * stays)), count) for unit, count in kinds
         ]
 
-    def _neighbours(self) -> Size:
-        """Ranks that a pipeline rank exchanges messages with."""
-        at, pp = self.rank.at, self.layouts.pp
-        inner = (at > 0) & (at < pp - 1)
-        around = (self.layouts.virtual_stages > 1) & ~self.layouts.back_and_forth & (pp > 2)
-        return 1.0 + (inner | around)
-
-
-def _unit(
-    states: dict[str, Size], kind: str, compute_bytes: int, residual: Size | None, passes: PassBytes = NO_PASSES,
-    experts: Unit | None = None,
-) -> Unit:  # fmt: skip
-    trained = states[f"{kind} trained_gathered"]
-    return Unit(
-        states[f"{kind} gathered"] * compute_bytes, trained * compute_bytes, trained, states[f"{kind} trained_padded"],
-        passes, experts, residual=None if residual is None else residual * states[f"{kind} compressed"],
-    )  # fmt: skip
-
 
 def _scaled(passes: PassBytes, mask: Size) -> PassBytes:
     return PassBytes(passes.kept * mask, passes.forward * mask, passes.backward * mask, passes.inner)
-
-
-def microbatches_by_schedule(layouts: Layouts, index: Size, *kinds: str) -> list[Size]:
-    """Microbatches, each over all blocks of pipeline rank `index`, by kind: held at once (`in_flight`), of these with
-    gradients of weights still to be computed (`pending`), or held before their backward pass (`awaiting_backward`);
-    and backward passes of the first stage during which a loss waits (`losses_wait`)."""
-    first, position = distinct(layouts.schedule, layouts.pp, layouts.virtual_stages, layouts.accumulation, index)
-    layouts, index = layouts.take(first), index[first]
-    out = [np.full(len(first), 0.0 if kind in ("pending", "losses_wait") else 1.0) for kind in kinds]
-    for code, name in enumerate(SCHEDULE_NAMES):
-        some = np.flatnonzero((layouts.schedule == code) & (layouts.pp > 1))
-        if len(some):
-            count, entry = layouts.accumulation[some], SCHEDULES[name]
-            given = layouts.pp[some], layouts.virtual_stages[some], index[some], count
-            for held, kind in zip(out, kinds, strict=True):
-                held[some] = np.minimum((getattr(entry, kind) or entry.in_flight)(*given), count)
-    return [held.take(position) for held in out]
-
-
-def chunk_tokens(job: Job, layouts: Layouts) -> Size:
-    """Tokens of a sequence that pass through a block's linear layers at once; 0: all of them."""
-    if job.memory.chunk != "auto":
-        return np.full(len(layouts), job.memory.chunk)
-    long = job.data.seq_len / layouts.cp > MAX_MICROBATCH_TOKENS
-    if not attends(job) or job.model.first_blocks is not None or needs_whole_sequence(job):
-        return np.zeros(len(layouts), np.int64)
-    return np.where(long & ~(SPLITS[layouts.schedule] & (layouts.pp > 1)), LONG_SEQUENCE_CHUNK, 0)
-
-
-def host_gib(job: Job, layouts: Layouts) -> Size:
-    """Host memory of a rank for offloaded activations."""
-    if job.memory.host_gib is not None:
-        return np.full(len(layouts), job.memory.host_gib)
-    return HOST_SHARE * _host_memory_gib() * job.cluster.nodes / layouts.world
-
-
-@cache
-def _host_memory_gib() -> float:
-    return probe().memory_gib

@@ -10,8 +10,11 @@ import numpy as np
 from weft.planner.engine_constants import WEIGHT_UNITS
 from weft.planner.memory.stage_blocks import BlockCounts
 from weft.planner.model.model_facts import Size
-from weft.planner.schedules.known_schedules import SCHEDULE_NAMES
-from weft.planner.search.candidates import Layouts
+from weft.planner.schedules.known_schedules import SCHEDULE_NAMES, SCHEDULES
+from weft.planner.search.candidates import Layouts, distinct
+
+SPLITS = np.array([SCHEDULES[name].splits_backward for name in SCHEDULE_NAMES])
+"""By the code of a schedule: whether it computes gradients of weights separately."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Rank:
     in_flight: Size
     pending: Size
     losses_wait: Size
+    splits: Size
+    """Whether gradients of weights are computed separately."""
 
     @property
     def steady(self) -> Size:
@@ -42,12 +47,38 @@ class Rank:
         """Where no other microbatch is held in backward passes with all gradients: on the last of two ranks of zbv."""
         return (self.layouts.pp == 2) & (self.at == 1) & (self.layouts.schedule == SCHEDULE_NAMES.index("zbv"))
 
+    @property
+    def neighbours(self) -> Size:
+        """Ranks that it exchanges messages with."""
+        pp = self.layouts.pp
+        inner = (self.at > 0) & (self.at < pp - 1)
+        around = (self.layouts.virtual_stages > 1) & ~self.layouts.back_and_forth & (pp > 2)
+        return 1.0 + (inner | around)
+
     def take(self, chosen: Any) -> Rank:
         """The same for some of the layouts."""
         return Rank(
             self.layouts.take(chosen), self.at[chosen], BlockCounts(*(c[chosen] for c in self.counts)),
             self.position[chosen], self.in_flight[chosen], self.pending[chosen], self.losses_wait[chosen],
+            self.splits[chosen],
         )  # fmt: skip
+
+
+def microbatches_by_schedule(layouts: Layouts, index: Size, *kinds: str) -> list[Size]:
+    """Microbatches, each over all blocks of pipeline rank `index`, by kind: held at once (`in_flight`), of these with
+    gradients of weights still to be computed (`pending`), or held before their backward pass (`awaiting_backward`);
+    and backward passes of the first stage during which a loss waits (`losses_wait`)."""
+    first, position = distinct(layouts.schedule, layouts.pp, layouts.virtual_stages, layouts.accumulation, index)
+    layouts, index = layouts.take(first), index[first]
+    out = [np.full(len(first), 0.0 if kind in ("pending", "losses_wait") else 1.0) for kind in kinds]
+    for code, name in enumerate(SCHEDULE_NAMES):
+        some = np.flatnonzero((layouts.schedule == code) & (layouts.pp > 1))
+        if len(some):
+            count, entry = layouts.accumulation[some], SCHEDULES[name]
+            given = layouts.pp[some], layouts.virtual_stages[some], index[some], count
+            for held, kind in zip(out, kinds, strict=True):
+                held[some] = np.minimum((getattr(entry, kind) or entry.in_flight)(*given), count)
+    return [held.take(position) for held in out]
 
 
 @dataclass(frozen=True)

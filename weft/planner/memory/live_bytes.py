@@ -134,13 +134,13 @@ class Sizes:
 
 CODED_BYTES = 1 + FP32_BYTES / ACTIVATION_SCALE_BLOCK
 """Bytes of an element in fp8, with its share of a scale."""
-ENCODING_BYTES = 13
-"""Bytes of temporary tensors for each element that is encoded."""
 
 
-def encoding(elements: Size) -> Size:
-    """Bytes of temporary tensors while a tensor is encoded, part by part."""
-    return ENCODING_BYTES * np.minimum(elements, CODED_ELEMENTS)
+def encoding(elements: Size, c: int) -> Size:
+    """Bytes of temporary tensors while a tensor of elements of `c` bytes is encoded: a padded copy and, part by part,
+    values in fp32, the same divided by their scales, and codes."""
+    values = FP32_BYTES * (2 if c < FP32_BYTES else 1) + 1
+    return c * elements + values * np.minimum(elements, CODED_ELEMENTS)
 
 
 @dataclass(frozen=True)

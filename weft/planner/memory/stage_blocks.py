@@ -98,27 +98,30 @@ class StageBlocks:
         table = [self._ranks(*pipeline)[i] for *pipeline, i in given]
         return BlockCounts(*np.array(table, float).reshape(-1, 4)[position].T)
 
-    def inner(self, layouts: Layouts, one_pass: Size, copied: bool) -> list[Size]:
+    def inner(self, layouts: Layouts, copied: bool) -> list[Size]:
         """Ranks between the ends of pipelines that may hold most, one or more of each layout; 0 where there are fewer.
-        `one_pass` where all gradients are made in one pass; `copied` where ranks keep copies of what they send."""
+        `copied` where ranks keep copies of what they send."""
         pairs, again = self._columns(layouts)
         count = np.minimum(layouts.accumulation, 2 * layouts.pp + 1)  # more change nothing
-        columns = (layouts.pp, layouts.virtual_stages, pairs, again, layouts.schedule, count, one_pass)
+        every = (layouts.recompute > 0) & (layouts.recompute_blocks < 0)
+        columns = (layouts.pp, layouts.virtual_stages, pairs, again, layouts.schedule, count, every)
         first, position = distinct(*columns)
         rows = [self._inner(*given, copied) for given in zip(*(c[first].tolist() for c in columns), strict=True)]
         return [np.array(number)[position] for number in zip_longest(*rows, fillvalue=0)]
 
     def _inner_ranks(
-        self, pp: int, virtual: int, pairs: bool, again: int, schedule: int, count: int, one_pass: bool, copied: bool
+        self, pp: int, virtual: int, pairs: bool, again: int, schedule: int, count: int, every: bool, copied: bool
     ) -> list[int]:
         """Of inner ranks with equal blocks, those with most microbatches, or most that wait for gradients of weights;
-        without those that hold less than another one, or than the first rank, which has one neighbour."""
+        without those that hold less than another one, or than the first rank, which has one neighbour. `every` block
+        is recomputed, or `again` of them."""
         entry = SCHEDULES[SCHEDULE_NAMES[schedule]]
-        waits = entry.awaiting_backward if one_pass else None
-        given = pp, virtual, np.arange(pp), count
-        flight = np.minimum((waits or entry.in_flight)(*given), count) + np.zeros(pp)
-        pending = (0.0 if one_pass else entry.pending(*given)) + np.zeros(pp)
         ranks = self._ranks(pp, virtual, entry.last_stage_on_first_rank, pairs, again)
+        given = pp, virtual, np.arange(pp), count
+        one_pass = np.array([entry.splits_backward and (b if every else a) > 0 for b, _, a, _ in ranks])
+        waits = entry.awaiting_backward or entry.in_flight
+        flight = np.minimum(np.where(one_pass, waits(*given), entry.in_flight(*given)), count) + np.zeros(pp)
+        pending = np.where(one_pass, 0.0, entry.pending(*given))
         vee_shaped = entry.last_stage_on_first_rank
         steady = vee_shaped & (count > flight * virtual - given[2] - 1)  # gradients are there while as many wait
         rows = [(d, b - d, -a, flight[r], pending[r], steady[r]) for r, (b, d, _, a) in enumerate(ranks)]

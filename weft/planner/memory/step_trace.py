@@ -7,134 +7,14 @@ linearly over them and the peak is at the first or the last: only the first, the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from weft.planner.memory.live_bytes import FP32_BYTES, PassBytes
+from weft.planner.memory.live_bytes import FP32_BYTES
 from weft.planner.memory.peak_walk import Walk
+from weft.planner.memory.step_units import Regime, Stage, Unit
 from weft.planner.model.model_facts import Size
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What is gathered, passed and sharded together: a block, or what is outside the blocks."""
-
-    gathered: Size
-    """Bytes of its weights in the compute dtype, before sharding, with padding."""
-    gradient: Size
-    """Bytes of their gradients in that dtype."""
-    elements: Size
-    """Elements of the weights that are trained, before sharding, with padding."""
-    shard: Size
-    """Elements of this rank's shard of them, with padding."""
-    passes: PassBytes
-    experts: Unit | None = None
-    """Experts that are gathered as a unit of their own."""
-    recomputed: bool = False
-    residual: Size | None = None
-    """Bytes that compression of their gradients does not send; None where it sends all."""
-
-    @property
-    def parts(self) -> tuple[Unit, ...]:
-        """Units that are gathered separately, in the order of the forward pass."""
-        return (self,) if self.experts is None else (self, self.experts)
-
-    @property
-    def all_gathered(self) -> Size:
-        return self.gathered + (self.experts.gathered if self.experts else 0.0)
-
-
-@dataclass(frozen=True)
-class Stage:
-    """All stages of a rank as one."""
-
-    blocks: tuple[tuple[Unit, Size], ...]
-    """Kinds of blocks and how many of each, in the order of the forward pass."""
-    root: Unit
-    """What is outside the blocks."""
-    begin: PassBytes
-    """Zero on ranks without the embedding."""
-    end: PassBytes
-    """Zero on ranks without the head."""
-    head_grad: Size
-    """Bytes of the head's gradient, which is made in forward."""
-    tied_grad: Size
-    """Of these, the bytes that wait for the embedding's gradient of the same weight."""
-    hidden: Size
-    """Bytes of one microbatch between two stages."""
-    received: Size
-    """Bytes of a microbatch's input from the previous stage."""
-    per_microbatch: Size
-    """Bytes kept once for each microbatch: rotary tables and masks."""
-    later: Size
-    """Bytes per block that a split backward pass through one of the stages keeps for the gradients of weights."""
-    later_end: Size
-    """The same of the norm before the head."""
-    input_pass: Size
-    """Peak of the first half of a block's split backward pass."""
-    waits_more: Size
-    """Bytes that a waiting microbatch keeps on average beyond those of one that passes all stages of the rank."""
-    in_forward: Size | None = None
-    """Bytes held through a forward pass, besides."""
-
-    @property
-    def all_later(self) -> Size:
-        return self.later * sum(count for unit, count in self.blocks if not unit.recomputed) + self.later_end
-
-    @property
-    def kept(self) -> Size:
-        """Bytes of a microbatch between its forward and its backward pass."""
-        blocks = sum(unit.passes.kept * count for unit, count in self.blocks)
-        return blocks + self.begin.kept + self.end.kept + self.per_microbatch + self.received + self.waits_more
-
-
-@dataclass(frozen=True)
-class Regime:
-    """What is the same for all layouts of one trace."""
-
-    zero: int
-    """0: nothing is sharded; 1 also where the schedule splits the backward pass, under every stage."""
-    split_passes: bool
-    """Gradients of weights are computed separately; a recomputed block makes all its gradients in one pass."""
-    buckets: bool
-    """Gradients of replicas are in buckets from the start."""
-    several: bool
-    """There is more than one microbatch."""
-    steady: bool
-    """A pipeline with more microbatches than are in flight."""
-    compute_bytes: int
-    copies_reduced: bool
-    """What is reduced is copied: by the backend (Gloo), or before it is compressed."""
-    gradients_leave: bool = False
-    """Gradients of blocks are not kept: they go to host memory as they are made, or blocks are updated."""
-    updates: Size | None = None
-    """Temporary bytes of the update of a block in the backward pass; None: there is none."""
-
-    @property
-    def sharded(self) -> bool:
-        return self.zero > 0
-
-    @property
-    def gathers_again(self) -> bool:
-        """Whether weights are freed after each pass."""
-        return self.zero == 3
-
-    @property
-    def weights(self) -> str:
-        """The component of gathered weights: parameters where they stay for the whole step (ZeRO 1 and 2)."""
-        return "communication" if self.gathers_again else "parameters"
-
-    @property
-    def in_place(self) -> bool:
-        """Whether whole fp32 gradients wait for the last microbatch, and autograd adds to them in place."""
-        return self.whole_gradients and self.compute_bytes == FP32_BYTES
-
-    @property
-    def whole_gradients(self) -> bool:
-        """Whether gradients are reduced only after the last microbatch."""
-        return self.zero == 1
 
 
 class StepTrace:
@@ -210,7 +90,7 @@ class StepTrace:
     def _gather_all(self) -> None:
         for unit, count in (*self.s.blocks, (self.s.root, 1.0)):
             for part in unit.parts:
-                self.w.flash(2 * part.gathered * (count > 0), "communication")
+                self._gather(part, 2, there=count > 0)
                 self.w.add(part.gathered * count, self.r.weights)
         self.ready = True
 
@@ -221,8 +101,7 @@ class StepTrace:
         self._backward(first, last)
         if self.r.split_passes:
             for unit, count in reversed(self.s.blocks):
-                if not unit.recomputed:
-                    self.w.repeat(count, partial(self._weight_pass, unit, first, last))
+                self.w.repeat(count, partial(self._weight_pass, unit, first, last))
             self.w.free(self.s.end.kept + self.s.later_end, "activations")
         self.w.add(finished, "activations")
         self._finish(first, last)
@@ -234,6 +113,8 @@ class StepTrace:
             w.add(s.in_forward, "temporary")
         gathering = r.sharded and not self.ready
         if gathering:
+            if s.root.compressed is not None:
+                self._gather(s.root, 2)
             w.add(s.root.gathered, r.weights)
             w.add(s.root.gathered, "communication")
             self.before = s.root.gathered
@@ -255,7 +136,7 @@ class StepTrace:
     def _block_forward(self, unit: Unit, gathering: bool, final: Size) -> None:
         w = self.w
         for part in unit.parts if gathering else ():
-            w.flash((3 if part is unit.experts else 2) * part.gathered, "communication")
+            self._gather(part, 3 if part is unit.experts else 2)
             w.add(part.gathered, self.r.weights)
             w.add(part.gathered, "communication")
             w.free(self.before, "communication")
@@ -265,10 +146,16 @@ class StepTrace:
         if self.r.gathers_again:
             w.free(unit.all_gathered, "communication")
 
+    def _gather(self, unit: Unit, copies: int, ahead: Size = 0.0, there: Size = 1.0) -> None:
+        """The messages and copies of a unit's weights while they are gathered, beyond those `ahead` of their use."""
+        self.w.flash((copies * unit.gathered - ahead) * there, "communication")
+        if unit.compressed is not None:
+            self.w.flash((unit.gathered + unit.compressed.gathering - ahead) * there, "communication")
+
     def _backward(self, first: bool, last: bool) -> None:
         s, w, r = self.s, self.w, self.r
         if r.gathers_again:
-            w.flash(2 * s.root.gathered, "communication")
+            self._gather(s.root, 2)
             w.add(s.root.gathered, "communication")
             self.ahead = 0.0
             for unit, count in s.blocks:
@@ -284,6 +171,8 @@ class StepTrace:
             w.free(s.head_grad, "gradients")
         if not r.sharded:
             self._keep(s.head_grad - s.tied_grad, first)
+            if last and s.compressed is not None:
+                w.flash(s.compressed.summing_alone((s.head_grad - s.tied_grad) / r.compute_bytes), "communication")
             if first and not r.buckets:  # the head's gradient stays in fp32
                 w.add((s.head_grad - s.tied_grad) * (FP32_BYTES / r.compute_bytes - 1), "gradients")
         for number, (unit, count) in reversed(list(enumerate(s.blocks))):
@@ -299,13 +188,12 @@ class StepTrace:
         w = self.w
         for part in unit.parts if self.r.gathers_again else ():
             w.settle()  # the prefetched unit may be larger
-            w.flash((3 if part is unit.experts else 2) * part.gathered - self.ahead, "communication")
-            w.flash(2 * part.gathered - self.ahead, "communication")
+            self._gather(part, 3 if part is unit.experts else 2, ahead=self.ahead)
             more = unit.experts is not None and part is unit
             following = unit.parts[1].gathered if more else unit.gathered * (1 - final * lowest)
             w.change(part.gathered - self.ahead + following, "communication")
             self.ahead = w.chosen(following, self.ahead)
-        if self.r.split_passes and not unit.recomputed:
+        if self.r.split_passes:
             w.flash(self.s.input_pass)
             w.add(self.s.later, "activations")
         else:
@@ -387,10 +275,11 @@ class StepTrace:
         w.add(full, "communication")
         w.free(freed, "gradients")
         copied = 1.0 if self.r.copies_reduced else unit.shard == unit.elements
-        made: Size = 0.0 if unit.residual is None else unit.residual  # beside that of the last step
-        if fresh and unit.residual is not None:
-            w.add(made, "communication")
-        w.flash((full + shard) * copied + (0.0 if fresh else made), "communication")
+        encoded: Size = 0.0
+        if unit.compressed is not None:  # what is not sent is held beside that of the last step
+            encoded = unit.compressed.scattering + (0.0 if fresh else unit.compressed.residual)
+            w.add(unit.compressed.residual * fresh, "communication")
+        w.flash((full + shard) * copied + encoded, "communication")
         if fresh:
             w.add(shard, "gradients")
         else:

@@ -10,10 +10,10 @@ from weft.hardware.probe import GIB
 from weft.job.errors import FitError
 from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job
+from weft.planner.disk_space import free_gib
 from weft.planner.engine_constants import STREAM_SLOTS, WEIGHT_UNITS
-from weft.planner.memory.disk_space import free_gib
 from weft.planner.memory.engine_memory import EngineMemory, Place
-from weft.planner.memory.layout_group import host_gib
+from weft.planner.memory.long_sequences import host_gib
 from weft.planner.memory.states import low_half_bytes, piece_elements, stored_bytes
 from weft.planner.model.counts import count_parameters
 from weft.planner.model.model_facts import Size

@@ -39,6 +39,8 @@ class Passes:
     """The peak of the first half of a block's split backward pass."""
     distances: Size
     """Bytes of scores by distance (t5), which all blocks of an encoder or decoder read."""
+    masks: Size
+    """Bytes of the masks of documents, which all blocks of a stage read."""
 
     def table(self) -> Any:
         """All numbers as rows of one array, [rows, layouts]."""
@@ -69,7 +71,7 @@ class Passes:
         )  # fmt: skip
 
 
-SINGLE_ROWS = ("head_grad", "hidden", "per_microbatch", "later", "later_end", "input_pass", "distances")
+SINGLE_ROWS = ("head_grad", "hidden", "per_microbatch", "later", "later_end", "input_pass", "distances", "masks")
 """Fields of Passes that are one number for each layout."""
 MAX_SCORES = 1 << 24
 """Scores that attention on a CPU holds at once (models/attention.py)."""
@@ -189,9 +191,9 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
         hidden = 2 * hidden
     rotary = float(FP32_BYTES * seq * (m.head_dim or 0)) * (layouts.microbatch if job.data.separates_documents else 1)
     per_microbatch = (rotary if m.positions == "rope" else 8.0 * seq) + 0.0 * z.tokens
+    masks = layouts.microbatch * float(seq) * seq * job.data.separates_documents
     if job.data.separates_documents:
-        per_microbatch = per_microbatch + layouts.microbatch * float(seq) * seq
-        mask = layouts.microbatch * float(seq) * seq * z.c
+        mask = masks * z.c
         dense, routed = _masked(dense, mask), _masked(routed, mask) if routed else None
     elif m.window is not None and m.window < seq and not m.sinks:  # a mask for each block with a window
         mask = _window_share(m) * float(seq) * seq * (z.c + 0.0 * z.tokens)
@@ -219,7 +221,9 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
     blocks = dense if routed is None else routed
     split = 0.0 * later if flags["long"] or flags["compiled"] or z.coded else input_pass_bytes(m, z, mix)
     input_pass = np.maximum(blocks[0].backward, split)
-    return Passes(dense, routed, begin, end, head_grad, hidden, per_microbatch, later, of_norm, input_pass, table)
+    return Passes(
+        dense, routed, begin, end, head_grad, hidden, per_microbatch, later, of_norm, input_pass, table, masks
+    )  # fmt: skip
 
 
 def _learned(memory: PassTables, layouts: Layouts, z: Sizes) -> LearnedScores:
@@ -329,4 +333,4 @@ def _mlp_passes(memory: PassTables, layouts: Layouts, flags: dict[str, Any]) -> 
     loss = 3 * layouts.microbatch * float(dim) * FP32_BYTES
     zero = 0.0 * x
     return Passes(BlockBytes(none, none, full), None, PassBytes(zero, zero, zero), PassBytes(zero, loss, loss), zero, x,
-                  zero, 2 * x, zero, none.backward, zero)  # fmt: skip
+                  zero, 2 * x, zero, none.backward, zero, zero)  # fmt: skip

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.estimator import Estimator
-from weft.planner.memory.layout_group import SPLITS
+from weft.planner.memory.layout_ranks import SPLITS
 from weft.planner.model.model_facts import ModelFacts
 from weft.planner.schedules.known_schedules import SCHEDULE_NAMES
 from weft.planner.search.candidates import RECOMPUTES, IntArray, Layouts
