@@ -60,6 +60,8 @@ def test_bleu_of_a_known_pair() -> None:
     assert evaluate("bleu", said, reference, valid, 1) == pytest.approx(100 * matches)
     logits = torch.nn.functional.one_hot(reference, 10).float()
     assert evaluate("bleu", logits, reference, valid, 1) == pytest.approx(100)
+    with pytest.raises(JobError, match=r"bleu compares texts, .* and these are \[1\]; accuracy would work"):
+        evaluate("bleu", logits[:, 0], reference[:, 0], valid[:, 0], 1)
 
 
 def test_several_losses_have_the_metrics_that_fit() -> None:

@@ -246,6 +246,11 @@ def test_synthetic_images_are_augmented(tmp_path: Path) -> None:
     assert int(data.val(3)["targets"]) < 3
 
 
+def test_means_are_of_each_colour(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"data.images.mean=\[0.1, 0.2\] has 2 values, and images have 1 colours"):
+        open_images(write_idx(tmp_path), mean=[0.1, 0.2])
+
+
 @pytest.mark.parametrize("model", [{"module": "m:M"}, {"family": "resnet", "layers": 18, "vocab": 3}])
 def test_the_loss_of_mixed_images_is_cross_entropy(model: dict[str, Any]) -> None:
     """Their targets are probabilities, which auto would take for values of a regression."""

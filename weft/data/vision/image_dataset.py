@@ -138,6 +138,10 @@ class ImageDataset:
         self._mean, self._std = (np.asarray(v, dtype=np.float32) for v in (options.mean, options.std))
         if not self._std.all():
             raise JobError(f"data.images.std={options.std} divides by 0")
+        for name, values in (("mean", options.mean), ("std", options.std)):
+            if options.channels is not None and len(values) not in (1, options.channels):
+                raise JobError(f"data.images.{name}={list(values)} has {len(values)} values, and images have "
+                               f"{options.channels} colours; write one value, or one for each colour")  # fmt: skip
         first = self.train(0)
         self.fingerprint = f"{zlib.crc32(repr((train.count, self.val_len, first['inputs'].shape)).encode()):08x}"
         if self._model is not None and (count := len(first["inputs"])) != job.data.seq_len:

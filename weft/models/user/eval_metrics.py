@@ -64,6 +64,11 @@ def _hit_rate(scores: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
 
 def _bleu_sums(outputs: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
     """Matching and all n-grams of each order, and the lengths of both texts (Papineni et al., 2002)."""
+    if targets.dim() != 2:
+        raise JobError(
+            f"train.metrics=bleu compares texts, targets [batch, length], and these are {list(targets.shape)}; "
+            "accuracy would work"
+        )
     found = outputs.argmax(-1) if outputs.dim() > targets.dim() else outputs
     counts = [0] * (2 * MAX_ORDER + 2)
     for said, wanted, inside in zip(found.tolist(), targets.tolist(), mask.tolist(), strict=True):
