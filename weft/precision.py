@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
+import platform
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -20,10 +21,19 @@ EXPORT_DTYPES: dict[str, torch.dtype] = {name: COMPUTE_DTYPES[name] for name in 
 """Dtypes of exported weights."""
 
 
-def ignore_kernel_warnings() -> None:
-    """Do not print torch's warning about another kernel, with a C++ stack of 20 lines: on Arm processors without bf16
-    products it is given once in every process that computes in bf16. Called by ranks, whose process is Weft's."""
-    warnings.filterwarnings("ignore", "mkldnn_matmul failed, switching to BLAS gemm")
+def choose_cpu_kernels() -> None:
+    """Leave products to OpenBLAS on Arm processors without bf16 products. oneDNN prepares each product anew there,
+    which takes 40 times as long as a small product itself, and large ones are slower too; it cannot multiply in bf16,
+    of which torch warns with a C++ stack of 20 lines. Called by ranks, whose process is Weft's."""
+    if platform.machine() == "aarch64" and "bf16" not in arm_features():
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+
+
+def arm_features() -> set[str]:
+    """The instruction sets that Linux names; empty elsewhere."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return {word for line in lines if line.startswith("Features") for word in line.partition(":")[2].split()}
 
 
 MIN_LOSS_SCALE = 2.0**-14

@@ -127,10 +127,10 @@ def _answer_calls(pipe: Connection) -> None:
     import torch.distributed as dist
 
     from weft.comm.teardown import freeze_imports, freeze_more, leave
-    from weft.precision import ignore_kernel_warnings
+    from weft.precision import choose_cpu_kernels
 
     torch.set_num_threads(1)
-    ignore_kernel_warnings()
+    choose_cpu_kernels()
     freeze_imports()
     modules = len(sys.modules)
     while True:

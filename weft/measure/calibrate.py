@@ -42,7 +42,7 @@ from weft.optim.build_optimizers import build_optimizers
 from weft.parallel.apply import compile_parts
 from weft.parallel.units import find_units
 from weft.planner.plan import Plan
-from weft.precision import COMPUTE_DTYPES
+from weft.precision import COMPUTE_DTYPES, choose_cpu_kernels
 
 MIB = 2**20
 DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("bf16", "fp32")}
@@ -67,6 +67,7 @@ def measure(quick: bool = False, report: Callable[[str], None] = lambda text: No
     machine = probe()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(kind)
+    choose_cpu_kernels()
     budget = 0.02 if quick else 0.2
     steps: dict[str, Callable[[], object]] = {
         "products": lambda: _products(kind, device, budget, quick),

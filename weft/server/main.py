@@ -75,9 +75,11 @@ def run_process(run: RunDir, role: str, index: int, about: dict[str, Any]) -> in
     with no_collection():
         import torch
 
+        from weft.precision import choose_cpu_kernels
         from weft.server.chief import run_chief
 
     if plan.device == "cpu":
+        choose_cpu_kernels()
         keep_freed_memory()
         torch.set_num_threads(threads_for(plan.world))
     os.environ["LOCAL_RANK"] = str(max(0, index - first_worker(job)))

@@ -81,10 +81,10 @@ def set_up_process(run: RunDir, plan: Plan) -> None:
     import_training(run)
     import torch
 
-    from weft.precision import ignore_kernel_warnings
+    from weft.precision import choose_cpu_kernels
 
     if plan.device == "cpu":
-        ignore_kernel_warnings()
+        choose_cpu_kernels()
         keep_freed_memory()
         torch.set_num_threads(threads_for(int(os.environ.get("LOCAL_WORLD_SIZE", plan.world))))
 
