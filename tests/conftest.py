@@ -34,6 +34,7 @@ WITH_TRANSFORMERS = ("tests/pretrained/", "tests/adapters/test_hf_trainer.py", "
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of hundreds of commands would compile all of weft again
 sys.dont_write_bytecode = False
+os.environ["WEFT_QUEUE"] = "/nonexistent"  # or commands would wait in a queue of this machine
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for each other starve the other tests' ranks
 
 

@@ -288,6 +288,11 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (nothing.code, nothing.last) == (2, "weft: nothing is claimed; give --gpus, --cores or --memory-gib")
     unknown = weft(tmp_path, "queue", "release", "x")
     assert (unknown.code, unknown.last) == (2, "weft: no claim 'x'; claims: none")
+    (queue_at(tmp_path) / "lock").unlink()
+    removed = weft(tmp_path, "queue", "run", "--cores", "1", "--", "true")
+    assert (removed.code, removed.last) == (
+        4, f"weft: the queue {queue_at(tmp_path)} was removed; start the command again"
+    )  # fmt: skip
 
 
 def queue_at(tmp_path: Path) -> Path:

@@ -83,7 +83,10 @@ class QueueFolder:
 
     def _lock(self) -> int:
         path, deadline = self.path / "lock", time.monotonic() + LOCK_TIMEOUT_S
-        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise MachineError(f"the queue {self.path} was removed; start the command again") from None
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
