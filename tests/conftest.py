@@ -21,11 +21,11 @@ if TYPE_CHECKING:  # the process that only hands out tests to others need not im
 
 WORLD = 4
 LONG = (
-    "test_families", "test_consistency", "test_dryrun", "test_readme", "test_parity", "test_experts", "test_resume",
-    "test_code_base", "test_pipeline", "test_context", "test_compression", "test_layouts", "test_plan", "test_slurm",
-    "test_recipe", "test_recovery", "test_store_runs", "test_compare", "test_server_runs", "test_fp8_layouts",
-    "test_recompute", "test_replicas", "test_cli", "test_search", "test_several_nodes", "test_streamed",
-    "test_local_sgd", "test_attention", "test_algorithms", "test_expert_rebalance", "test_ssh_and_mpi",
+    "test_families", "test_dryrun", "test_readme", "test_consistency", "test_experts", "test_compression",
+    "test_code_base", "test_parity", "test_pipeline", "test_compare", "test_resume", "test_fp8_layouts",
+    "test_recompute", "test_recipe", "test_layouts", "test_context", "test_expert_rebalance", "test_slurm",
+    "test_algorithms", "test_several_nodes", "test_recovery", "test_plan", "test_store_runs", "test_server_runs",
+    "test_replicas", "test_cli", "test_search", "test_streamed", "test_local_sgd", "test_attention", "test_ssh_and_mpi",
 )  # fmt: skip
 """Files that take 20 s of CPU and more, the longest first: one that came last would leave the other workers idle.
 test_families brings all files of WITH_TRANSFORMERS with it, which take 100 s."""
@@ -91,10 +91,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Tests fork, and a forked process would wait forever for the threads of its parent's OpenMP."""
+    """Tests fork, and a forked process would wait forever for the threads of its parent's OpenMP. The kernels are those
+    of ranks."""
     import torch
 
+    from weft.precision import choose_cpu_kernels
+
     torch.set_num_threads(1)
+    choose_cpu_kernels()
 
 
 @pytest.fixture(scope="session")
