@@ -21,7 +21,7 @@ def test_planted_faults_are_found(pool: RankPool, precision: str, optimizer: str
     def trained(layout: str, *overrides: str, dropped: str | None = None, precision: str = precision) -> Any:
         stored = ("precision=fp32", "memory.activations=fp8")
         used = stored if precision == "fp8 activations" else (f"precision={precision}",)
-        settings = (*used, f"optim.name={optimizer}", "data.seq_len=16", *overrides)
+        settings = (*used, f"optim.name={optimizer}", "data.seq_len=8", *overrides)
         args = (None, False, None, dropped)
         return run(pool, make_job(*settings, model=WIDE), layout, STEPS, *args).result.trace
 
