@@ -18,7 +18,7 @@ from weft.planner import make_plan
 from weft.planner.rules.layout_syntax import parse_layouts
 from weft.training.export import tokenizer_file
 from weft.verify.compare import Trace, compare
-from weft.verify.prove import LayoutChecker, _run, prove, with_layout
+from weft.verify.prove import LayoutChecker, _run, prove, styles_of, with_layout
 from weft.verify.small_job import small
 from weft.verify.traced_run import IN_STEP
 
@@ -147,6 +147,18 @@ def test_another_run_of_one_process_shows_what_rounding_explains(
     )
     assert checker.verdict("", {"dp_replicate": 1, "dp_shard": 2, "zero": 3}).verdict == "differs"
     assert checker.exact is exact
+
+
+def test_a_layout_works_as_the_job_says() -> None:
+    job = make_job(parallel={"cp": 2, "cp_style": "ring", "pp": 2, "schedule": "interleaved-1f1b", "virtual_stages": 3})
+    for layout, found in (
+        ("cp2", {"cp_style": "ring"}),
+        ("cp2 ulysses", {}),
+        ("pp2", {"schedule": "interleaved-1f1b", "virtual_stages": 3}),
+        ("pp2 zbv", {}),
+        ("tp2", {}),
+    ):
+        assert styles_of(job, parse_layouts([layout])[0][1]) == found, layout
 
 
 def test_a_run_in_step_with_one_process_begins_each_step_from_its_weights(pool: RankPool, tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -17,6 +18,8 @@ def describe_errors(error: ValidationError, section: type[BaseModel], job: type[
     by_key: dict[str, list[Any]] = {}
     for e in error.errors():
         parts = [prefix, *(str(p) for p in e["loc"] if not _BRANCHES.match(str(p)))]
+        if e["type"] == "missing" and isinstance(e["loc"][-1], int):  # a list of fewer items
+            parts.pop()
         by_key.setdefault(".".join(p for p in parts if p), []).append(e)
     # a union fails once for each branch; the deepest key is the one that was written
     keys = [k for k in by_key if not any(other.startswith(k + ".") for other in by_key)]
@@ -70,9 +73,48 @@ _EXPECTED = {
 """What was expected, by pydantic's error type."""
 
 
+_ITEMS = {int: "whole numbers", float: "numbers", str: "texts"}
+
+
+def _list_type(annotation: Any) -> Any:
+    """The list in an annotation, such as tuple[int, int] of its Optional; None if there is none."""
+    if get_origin(annotation) in (list, tuple):
+        return annotation
+    inside = (_list_type(a) for a in get_args(annotation) if get_origin(annotation) in (Annotated, Union, UnionType))
+    return next((a for a in inside if a is not None), None)
+
+
+def _list_of(annotation: Any) -> str:
+    """A list in words, such as "a list of 2 whole numbers"."""
+    first, *others = get_args(annotation)
+    item = get_args(first)[0] if get_origin(first) is Annotated else first
+    items = _list_of(inner).replace("a list", "lists") if (inner := _list_type(item)) else _ITEMS.get(item, "")
+    count = f"{1 + len(others)} " if get_origin(annotation) is tuple and others[-1:] != [...] else ""
+    return f"a list of {count}{items}" if items else "a list"
+
+
+def _expected_list(key: str, job: type[BaseModel]) -> str | None:
+    """What the list of a key, or of an item in the list of a key, must be; None for another type."""
+    section, _, last = re.sub(r"\.\d+$", "", key).rpartition(".")
+    parts = [part for k, part in _sections_by_key(job) if k == re.sub(r"\.\d+", "", section)] if section else [job]
+    field = next((part.model_fields[last] for part in parts if last in part.model_fields), None)
+    found = None if field is None else _list_type(field.annotation)
+    if found is not None and key[-1].isdigit():
+        found = _list_type(get_args(found)[0])
+    return None if found is None else _list_of(found)
+
+
+def _is_wrong_list(error: Any) -> bool:
+    return error["type"] in ("list_type", "tuple_type", "too_long", "too_short") or (
+        error["type"] == "missing" and isinstance(error["loc"][-1], int)
+    )
+
+
 def _sentence(key: str, errors: list[Any], job: type[BaseModel]) -> str:
     if any(e["type"] == "extra_forbidden" for e in errors):
         return f"{key}: unknown key{_suggest(key, job)}"
+    if all(map(_is_wrong_list, errors)) and (listed := _expected_list(key, job)) is not None:
+        return f"{key}={errors[0].get('input')!r}: must be {listed}"
     if all(e["type"] == "missing" for e in errors):
         return f"{key} is missing"
     value = errors[0].get("input")

@@ -13,6 +13,7 @@ from weft.hardware.probe import probe
 from weft.hardware.shared_devices import multi_process_service
 from weft.job.errors import FitError, MachineError, WeftError
 from weft.job.load import parse_job
+from weft.job.parallel import Parallel
 from weft.job.schema import Job
 from weft.job.shapes import resolve
 from weft.launch.rank_pool import RankFailed, RankPool
@@ -37,10 +38,25 @@ ADAM_EPS = 1e-6
 of noise. With this the update stays a smooth function of the gradient, and a wrong gradient still shows."""
 
 
+STYLES = {
+    "cp": ("cp_style",), "pp": ("schedule", "virtual_stages"), "tp": ("sequence",), "ep": ("ep_exchange", "ep_overlap"),
+}  # fmt: skip
+"""Settings of how an axis works, which a layout takes from the job if it names none of them."""
+
+
+def styles_of(job: Job, section: dict[str, Any]) -> dict[str, Any]:
+    """The STYLES that the job sets itself, of the axes that a layout uses."""
+    if not isinstance(job.parallel, Parallel):
+        return {}
+    used = [styles for axis, styles in STYLES.items() if section.get(axis, 1) != 1 and not section.keys() & set(styles)]
+    given = job.parallel.model_dump(exclude_unset=True)
+    return {name: given[name] for styles in used for name in styles if name in given}
+
+
 def with_layout(job: Job, section: dict[str, Any]) -> Job:
     """The job on local ranks in one layout: CPU ranks, or ranks that share the GPUs if the job has device=cuda."""
     raw = resolve(job).model_dump(mode="json")
-    raw["parallel"] = section
+    raw["parallel"] = styles_of(job, section) | section
     device = "cuda" if job.cluster.device == "cuda" else "cpu"
     raw["cluster"] = {"device": device, "devices_per_node": ranks(section), "share_devices": device == "cuda"}
     raw["optim"]["eps"] = max(raw["optim"]["eps"], ADAM_EPS)
