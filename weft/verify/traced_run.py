@@ -127,12 +127,10 @@ class WeightsOfSteps:
             torch.save(own, file)
             return
         weights = torch.load(file, weights_only=True, mmap=True)
-        for name, weight in own.items():
-            difference = weight.double() - weights[name]
-            self.differences[name] = self.differences.get(name, 0.0) + difference
-        masters = state.optimizers.masters()
+        masters = state.optimizers.masters()  # not the rows of tables, which are updated by themselves
         with torch.no_grad():
             for name, master in masters.items():
+                self.differences[name] = self.differences.get(name, 0.0) + (own[name].double() - weights[name])
                 local_of(master).copy_(weights[name][shard_of(master).box])
         state.optimizers.restore({f"model.{n}": m for n, m in masters.items()})
         state.model.refresh()
