@@ -27,6 +27,7 @@ def choose_cpu_kernels() -> None:
     of which torch warns with a C++ stack of 20 lines. Called by ranks, whose process is Weft's."""
     if platform.machine() == "aarch64" and "bf16" not in arm_features():
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+        torch.backends.nnpack.set_flags(False)  # takes twice as long as OpenBLAS for small convolutions
 
 
 def arm_features() -> set[str]:

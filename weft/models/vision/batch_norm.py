@@ -81,11 +81,9 @@ class _Normalise(torch.autograd.Function):
         centred = wide - mean.view(shape)  # the variance of centred values does not cancel
         var = (_summed(centred.square().sum(dims, dtype=torch.float64), axes) / count).float()
         inverse = torch.rsqrt(var + eps)
-        y = centred * inverse.view(shape)
-        if weight is not None:
-            y = y * weight.view(shape)
+        y = centred.mul_((inverse if weight is None else inverse * weight).view(shape))
         if bias is not None:
-            y = y + bias.view(shape)
+            y.add_(bias.view(shape))
         ctx.save_for_backward(x, weight, mean, inverse, count)
         ctx.axes, ctx.dims, ctx.shape, ctx.has_bias = axes, dims, shape, bias is not None
         ctx.mark_non_differentiable(mean, var, count)
@@ -101,9 +99,8 @@ class _Normalise(torch.autograd.Function):
         by_bias, by_weight = sums.float().chunk(2)
         total = _summed(sums, ctx.axes) / count
         mean_dy, mean_scaled = total.float().chunk(2)
-        dx = (dy - mean_dy.view(shape) - scaled * mean_scaled.view(shape)) * inverse.view(shape)
-        if weight is not None:
-            dx = dx * weight.view(shape)
+        dx = torch.addcmul(dy - mean_dy.view(shape), scaled, mean_scaled.view(shape), value=-1)
+        dx.mul_((inverse if weight is None else inverse * weight).view(shape))
         return (
             dx.to(x.dtype), by_weight if weight is not None else None, by_bias if ctx.has_bias else None, None, None
         )  # fmt: skip
