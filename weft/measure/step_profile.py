@@ -116,7 +116,7 @@ def measure(session: Session, signals: Signals, steps: int) -> Exit:
         found = {
             "job": job.name, "layout": plan.layout(), "device": plan.device_name, "precision": plan.precision,
             "step_ms": seconds * 1e3, "profiled_steps": steps,
-            "tokens_per_s": _tokens(job) / seconds if not job.model.is_stack else None,
+            "tokens_per_s": _tokens(job) / seconds if job.model.takes_tokens else None,
             "mfu": utilization(flops, seconds, peak, plan.world),
             "catalog_tflops": peak / 1e12 if peak else None,
             "roofs": vars(roofs), "ranks": everyone,
