@@ -1,6 +1,6 @@
 """Seconds from `weft train` to its first step: with an empty compile cache, with a warm one under another run's name,
-and from the kill of a rank to the next step, once the run has a snapshot. With --overhead, also the step times of that
-many steps with a supervisor and snapshots and without them (`--no-resilient`), by turns.
+and from the kill of a rank, at a random moment, to the next step, once the run has a snapshot. With --overhead, also
+the step times of that many steps with a supervisor and snapshots and without them (`--no-resilient`), by turns.
 
     python bench/start_up.py --shape 1b --rounds 1 --kills 10 --overhead 150       # on a GPU
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 import statistics
 import subprocess
@@ -24,11 +25,13 @@ import psutil
 from gpu import end_run, weft_job
 from shapes import SHAPES
 
-from weft.checkpoint.snapshot_file import find_sealed
+from weft.checkpoint.memory_snapshots import Snapshots
 from weft.supervisor.memory_folder import PREFIX, candidates
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 300.0
+MOMENT_S = 0.6
+"""Longest time between a snapshot and a kill, about two steps of the 1B shape."""
 LONG_STEP = 1.2
 """Times the median from which a step is listed."""
 
@@ -53,8 +56,8 @@ class Run:
 
     def newest_snapshot(self) -> int:
         """The newest step in memory; runs that were killed before left none, since each start removes them."""
-        found = [s.step for base in candidates() for at in base.glob(f"{PREFIX}*") for s in find_sealed(at)]
-        return max(found, default=-1)
+        folders = [at for base in candidates() for at in base.glob(f"{PREFIX}*")]
+        return max((step for at in folders for step in Snapshots(at, 0, world=1).held()), default=-1)
 
     def wait_for_snapshot(self, after: int, at_most_s: float) -> tuple[int, float]:
         """Wait for a snapshot of a later step. Returns the newest, and the seconds."""
@@ -106,9 +109,10 @@ def kill_ranks(run: Run, kills: int, settle_s: float) -> None:
     """Kill the rank repeatedly, the first time after its first snapshot."""
     snapshot, waited = run.wait_for_snapshot(-1, LIMIT_S)
     print(f"first snapshot, of step {snapshot}, {waited:.1f} s after step 10: {run.snapshot_memory()}", flush=True)
-    seconds = []
+    seconds, lost = [], []
     for _ in range(kills):
-        snapshot, _ = run.wait_for_snapshot(snapshot, settle_s)
+        snapshot, _ = run.wait_for_snapshot(run.steps(), settle_s)
+        time.sleep(random.uniform(0, MOMENT_S))
         began = time.time()
         if not run.kill_a_rank():
             raise SystemExit("the run has no rank 0")
@@ -117,12 +121,16 @@ def kill_ranks(run: Run, kills: int, settle_s: float) -> None:
         seconds.append(time.time() - began)
         run.wait_for(lines + 10)
         fault, recovered = run.last_recovery()
+        lost.append(recovered["steps_lost"])
         print(
-            f"kill, with a snapshot of step {snapshot}: seen after {fault - began:.1f} s, training again after "
+            f"kill after step {lines}: seen after {fault - began:.1f} s, training again after "
             f"{recovered['seconds']:.1f} s more, {recovered['steps_lost']} steps lost, next committed step after "
             f"{seconds[-1]:.1f} s", flush=True,
         )  # fmt: skip
-    print(f"{kills} kills: median {statistics.median(seconds):.1f} s, worst {max(seconds):.1f} s", flush=True)
+    print(
+        f"{kills} kills: median {statistics.median(seconds):.1f} s, worst {max(seconds):.1f} s; steps lost {lost}",
+        flush=True,
+    )
 
 
 def main() -> None:

@@ -119,8 +119,8 @@ def test_interval_is_short_until_copies_are_measured(tmp_path: Path, monkeypatch
     """Files of a large state are allocated for many steps, and an assumed rate would delay the first copy further."""
     monkeypatch.setattr(snapshots, "LARGE_RING_BYTES", {"cuda": 1000, "cpu": 1000})
     allocated = threading.Event()
-    real = snapshot_storage._memory
-    monkeypatch.setattr(snapshot_storage, "_memory", lambda path, size: allocated.wait() and real(path, size))
+    real = snapshot_storage.allocate
+    monkeypatch.setattr(snapshot_storage, "allocate", lambda path, size: allocated.wait() and real(path, size))
     ring, tried = Snapshots(tmp_path, rank=0, world=1), []
     ring.background = True
     for step in range(1, 50):
@@ -148,8 +148,8 @@ def test_the_only_snapshot_is_kept_until_another_file_is_allocated(
     first.take(1, state(1), {})
     first.seal(1, {})
     allocated = threading.Event()
-    real = snapshot_storage._memory
-    monkeypatch.setattr(snapshot_storage, "_memory", lambda path, size: allocated.wait() and real(path, size))
+    real = snapshot_storage.allocate
+    monkeypatch.setattr(snapshot_storage, "allocate", lambda path, size: allocated.wait() and real(path, size))
     again = Snapshots(tmp_path, rank=0, world=1)
     again.load(1, state(0))
     again.background = True
@@ -201,8 +201,8 @@ def record_registrations(monkeypatch: pytest.MonkeyPatch, at_most: int = 1 << 30
         for part in parts:
             del registered[part.data_ptr()]
 
-    monkeypatch.setattr(snapshot_storage, "_register", register)
-    monkeypatch.setattr(snapshot_storage, "_unregister", unregister)
+    monkeypatch.setattr(snapshot_storage, "register", register)
+    monkeypatch.setattr(snapshot_storage, "unregister", unregister)
     return registered
 
 
@@ -269,7 +269,7 @@ def test_memory_is_unregistered_before_it_is_unmapped(tmp_path: Path, monkeypatc
 def test_budget_of_a_large_state_on_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most a quarter of the free memory: two copies, one if two do not fit, none if one does not."""
     monkeypatch.setattr(snapshots, "LARGE_RING_BYTES", {"cuda": 1000, "cpu": 1000})
-    size = snapshots.Table.of(state(0)).size
+    size = snapshot_storage.Table.of(state(0)).size
     for free, kept in ((100 * size, 2), (9 * size, 2), (5 * size, 1), (3 * size, 0)):
         monkeypatch.setattr(
             snapshots.psutil, "virtual_memory", lambda free=free: type("Memory", (), {"available": free})

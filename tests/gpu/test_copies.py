@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from weft.checkpoint import memory_snapshots, state_parts
 from weft.checkpoint.memory_snapshots import Snapshots
 from weft.data.loader import Loader, to_device
 from weft.data.synthetic import RandomTokens
+from weft.job.schema import Optim
 from weft.memory import HostOffload
+from weft.optim.build_optimizers import Optimizers, build_optimizers
 
 DEVICE = torch.device("cuda")
 
@@ -99,3 +102,57 @@ def test_snapshots_are_of_one_moment(tmp_path: Path, in_files: bool) -> None:
     torch.cuda.synchronize()
     assert meta["sealed"] == held[-1]
     assert all(bool((tensor == float(held[-1] % 128)).all()) for tensor in state.values())
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_a_state_in_parts_is_restored_by_repeated_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
+    """The gradients of a step are copied although the next one frees and overwrites their memory at once."""
+    shapes = [(512, 512), (512,), (1000, 333), (64,), (333, 1000), (2048, 512)]
+
+    def build() -> tuple[Optimizers, dict[str, Tensor]]:
+        torch.manual_seed(0)
+        masters = {f"w{i}": torch.randn(shape, device=DEVICE) for i, shape in enumerate(shapes)}
+        compute: dict[str, Tensor] = {n: torch.nn.Parameter(m.bfloat16()) for n, m in masters.items()}
+        made = build_optimizers(Optim(name="adamw"), masters, lambda name: False, compute, compute)
+        made.allocate()
+        return made, compute
+
+    def shards(of: Optimizers) -> dict[str, Tensor]:
+        out = {f"model.{n}": m for n, m in of.masters().items()}
+        return out | {f"optim.{n}": t for n, t in of.shards().items()}
+
+    monkeypatch.setattr(memory_snapshots, "LARGE_RING_BYTES", {"cuda": 1000, "cpu": 1000})
+    monkeypatch.setattr(state_parts, "MAX_PARTS", parts)
+    optimizers, compute = build()
+    ring = Snapshots(tmp_path, 0, device=DEVICE, world=1)
+    states = dict[int, dict[str, Tensor]]()
+    for step in range(1, 400):
+        noise = torch.Generator(DEVICE).manual_seed(step)
+        for weight in compute.values():
+            weight.grad = None
+        busy()
+        for weight in compute.values():  # most probably in the memory of the last step's
+            weight.grad = torch.randn(weight.shape, device=DEVICE, generator=noise).bfloat16()
+        ring.settle()
+        taken = torch.tensor(step % 7 != 0, device=DEVICE)
+        optimizers.step(1e-2 / step, torch.rand((), device=DEVICE, generator=noise), taken)
+        states[step] = {n: t.clone() for n, t in shards(optimizers).items()}
+        if ring.tick(step):
+            ring.agree([1])
+        update = optimizers.last_update()
+        assert update is not None
+        ring.take(step, shards(optimizers), {"step": step}, update)
+        ring.seal(step, {})
+        if len(ring.held()) == 2 and step > 20:
+            break
+        time.sleep(0.01)
+    assert ring.parts == parts and ring.held()[-1] == step
+    fresh, again = build()
+    found = Snapshots(tmp_path, 0, device=DEVICE, world=1)
+    assert found.holds(shards(fresh))
+    found.load(step, shards(fresh), fresh.repeat)
+    torch.cuda.synchronize()
+    assert all(torch.equal(t, states[step][n]) for n, t in shards(fresh).items())
+    assert any(torch.equal(again[n], compute[n]) for n in again)  # those that were updated again

@@ -61,6 +61,13 @@ def test_run_recovers_from_nan_spike_and_bitflip(pool: RankPool, tmp_path: Path)
         assert by_kind["recovered", "divergence"]["steps_lost"] <= 4
 
 
+def test_snapshots_of_undone_steps_are_forgotten(pool: RankPool, tmp_path: Path) -> None:
+    """A fault soon after a roll-back to a checkpoint must not bring back the steps that were undone."""
+    (tmp_path / "back").mkdir()
+    made = job(tmp_path, "back", "parallel={dp_replicate: 1, dp_shard: 1}")
+    assert pool.run(faulty_run.steps_held_after_a_restart, 1, made, str(tmp_path / "back"), 7, 3) == [[]]
+
+
 def test_bitflip_costs_at_most_check_every_steps(pool: RankPool, tmp_path: Path) -> None:
     """With two replicas, the steps since they last agreed are recomputed to find the wrong one."""
     layout = "parallel={dp_replicate: 2, dp_shard: 1}"

@@ -92,3 +92,15 @@ def train(job: Job, folder: str, faults: list[Fault], skipped: list[int]) -> tup
     session.mesh.barrier()
     session.close()
     return int(code), session.state.step, digest.hexdigest()
+
+
+def steps_held_after_a_restart(job: Job, folder: str, step: int, back_to: int) -> list[int]:
+    """Take a snapshot of a step, and go back to one before it without a snapshot. Returns the steps then held."""
+    job, plan = make_plan(job)
+    session = open_session(job, plan, RunDir(Path(folder)))
+    session.snapshots.take(step, session.state.shards(), {})
+    session.snapshots.seal(step, {})
+    assert session.snapshots.held() == [step]
+    session.roll_back(back_to)
+    session.close()
+    return session.snapshots.held()

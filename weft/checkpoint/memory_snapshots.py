@@ -2,7 +2,7 @@
 
 A ring of files holds one step each: a header, a table of the tensors with some JSON, and the tensors' bytes. A step is
 copied first and sealed when it is committed. The step number in the header is written last, so a file that a killed
-process left half-written is not a snapshot.
+process left half-written is not a snapshot. Of a large state of a single GPU, each file holds a part (state_parts.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from weft.checkpoint.snapshot_storage import Slot, SlotAllocator, Table, pin_in_background
+from weft.checkpoint.snapshot_storage import Slot, SlotAllocator, pin_in_background
+from weft.checkpoint.state_parts import MAX_PARTS, Repeat, StateParts, chain_of, cut_for, holds, load_chain, parts_in
+from weft.optim.applied_update import AppliedUpdate
 
 KEEP = 6
 """Snapshots in the ring. The newest sealed steps of two ranks may differ by one; the older ones are for rolling back
@@ -42,6 +44,9 @@ LARGE_RING_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
 for each of its first copies; a GPU rank allocates it in the background."""
 HIDDEN_SHARE = 0.9
 """Share of a step during which a GPU can copy without delaying the next update."""
+PART_COST = 0.02
+"""Time that a hidden copy of a part adds to a step, as a share of the copy's own time: it takes bandwidth of the GPU's
+memory."""
 
 
 def newest_common(held: Iterable[Iterable[int]], at_most: int | None = None) -> int | None:
@@ -82,43 +87,72 @@ class Snapshots:
         self._last: tuple[int, float] | None = None
         self._allocator: SlotAllocator | None = None
         self._large = False
+        self._parts: StateParts | None = None
+        self._in_parts = True
+        """Whether a large state may be copied in parts."""
         self._continued = False
         """Whether `every` was agreed on by an earlier attempt."""
         self._complete = False
         """Whether all files of the ring are allocated."""
         if folder is not None:
-            paths = [self._path(i) for i in range(keep)]
+            paths = [*self._paths(keep, 1), *self._paths(MAX_PARTS + 1, 2)]
             self._slots = [slot for path in paths if path and (slot := Slot.found(path)) is not None]
-            if self._slots and self.background:  # most probably the one that is loaded
-                pin_in_background(max(self._slots, key=lambda slot: slot.sealed), device)
+            if self._slots and self.background:  # most probably those that are loaded
+                newest = max(self._slots, key=lambda slot: slot.sealed)
+                pin_in_background(chain_of(newest, self._slots) or [newest], device)
 
-    def _path(self, number: int) -> Path | None:
-        return None if self.folder is None else self.folder / f"snap-{self.rank}.{number}"
+    def _paths(self, count: int, parts: int) -> list[Path | None]:
+        """Those of parts have another name: they are of no use to other ranks."""
+        kind = "snap" if parts == 1 else "part"
+        return [None if self.folder is None else self.folder / f"{kind}-{self.rank}.{i}" for i in range(count)]
+
+    @property
+    def parts(self) -> int:
+        """The number of parts that the state is copied in."""
+        return 1 if self._parts is None else self._parts.count
 
     def due(self, step: int) -> bool:
-        return not self.refused and step % self.every == 0
+        return not self.refused and (step % self.every == 0 or (self.parts > 1 and self._complete))
 
-    def take(self, step: int, shards: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
+    def take(
+        self, step: int, shards: Mapping[str, Tensor], meta: dict[str, Any], update: AppliedUpdate | None = None
+    ) -> None:
         """Copy this rank's shards, or, for those that only an update changes, let settle() copy them. The snapshot is
-        valid once it is sealed."""
-        kinds = {slot.table.text: slot for slot in self._slots}  # usually all are alike
-        if not all(slot.fits(shards) for slot in kinds.values()):
-            self._slots, self._complete = [], False
+        valid once it is sealed. With the `update` of the step, a large state may be copied in parts."""
+        count = parts_in(self._slots[0]) if self._parts is None and self._slots else self.parts
+        if count > 1 and update is None:
+            return  # this step could not be repeated
+        if self._parts is None and self._slots:  # those that an earlier process left
+            self._parts = StateParts(shards, update, count)
+        if self._parts is None or not self._parts.fits(shards, update) or not all(map(self._fits, self._slots)):
+            self._slots, self._complete, self._parts = [], False, None
         if not self._complete:
-            self._allocate(shards)
+            self._allocate(shards, update)
         pinned = self._pinned()
         slot = min((s for s in self._slots if s.sealed not in pinned), key=lambda s: s.sealed, default=None)
         if slot is None or slot.pinned is None:  # refused, or still being allocated
             return
-        if self._allocator is not None and self.held() == [slot.sealed]:  # the only one, until there is another
-            return
-        slot.write(shards)
+        if self._allocator is not None and (self.parts > 1 or self.held() == [slot.sealed]):
+            return  # the only one, until there is another
+        assert self._parts is not None
+        if update is not None and self.parts > 1:
+            meta = meta | {"parts": self.parts, "lr": update.lr}
+        slot.use(self._parts.table(step))
+        slot.write(self._parts.tensors(step, shards, update))
         self._open = (slot, step, meta)
         if step <= self._committed:
             self.seal(step, {})
 
+    def _fits(self, slot: Slot) -> bool:
+        """Whether a snapshot has the tensors that the next one of its step's part would have."""
+        assert self._parts is not None
+        return slot.sealed < 0 or slot.table.text == self._parts.table(slot.sealed).text
+
     def _pinned(self) -> set[int]:
-        """Steps that must not be overwritten: replicas on other nodes need the same step here."""
+        """Steps that must not be overwritten: replicas on other nodes need the same step here. Parts have no use for a
+        single one."""
+        if self.parts > 1:
+            return set()
         safe, target = self.wanted()
         held = self.held()
         sent = [s for s in held if s >= target > 0]
@@ -148,26 +182,34 @@ class Snapshots:
             self._open = None
 
     def held(self) -> list[int]:
-        """The steps with a complete snapshot."""
-        return sorted(slot.sealed for slot in self._slots if slot.sealed >= 0)
+        """The steps that can be loaded."""
+        return sorted(slot.sealed for slot in self._slots if chain_of(slot, self._slots))
 
-    def load(self, step: int, shards: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Fill the shards in place and drop newer snapshots. Returns the step's metadata."""
+    def _chain(self, step: int) -> list[Slot]:
+        return chain_of(next(s for s in self._slots if s.sealed == step), self._slots)
+
+    def load(self, step: int, shards: Mapping[str, Tensor], repeat: Repeat | None = None) -> dict[str, Any]:
+        """Fill the shards in place and drop newer snapshots. Returns the step's metadata. Of a state in parts, updates
+        are repeated by `repeat`."""
         self.settle()
-        slot = next(s for s in self._slots if s.sealed == step)
-        slot.read(shards)
-        for newer in self._slots:
-            if newer.sealed > step:
-                newer.unseal()
+        chain = self._chain(step)
+        load_chain(chain, shards, repeat)
+        self.forget_after(step)
         self._open, self._committed = None, step
-        meta = dict(slot.meta)
+        meta = {key: value for key, value in chain[-1].meta.items() if key not in ("parts", "lr")}
         if (every := meta.pop("every", None)) is not None:
             self.every, self._continued = every, True
         return meta
 
+    def forget_after(self, step: int) -> None:
+        """Drop the snapshots of later steps, which will be computed again."""
+        for newer in self._slots:
+            if newer.sealed > step:
+                newer.unseal()
+
     def holds(self, shards: Mapping[str, Tensor]) -> bool:
         """Whether the snapshots are of these tensors, not those of another layout."""
-        return all(slot.fits(shards) for slot in self._slots if slot.sealed >= 0)
+        return all(holds(self._chain(step), shards) for step in self.held())
 
     def tick(self, step: int) -> bool:
         """Measure the time of a step. Returns whether all ranks must now agree() on `every`."""
@@ -183,7 +225,9 @@ class Snapshots:
         """Adopt the largest preferred_interval() of the ranks, or, until all have measured one, a short interval."""
         found = list(preferred)
         self._measured = 0 not in found
-        if self._measured:
+        if self._measured and self.parts > 1 and max(found) > 1:
+            self._copy_whole()
+        elif self._measured:
             self.every = max(found)
         elif not self._continued:
             self.every = AGREE_AFTER
@@ -196,47 +240,68 @@ class Snapshots:
         if not self._steps:
             return self.every
         step, copying = statistics.median(self._steps), min(self._copies, default=0.0)
-        if self.background:  # a copy that a step hides still takes memory bandwidth
+        if self.parts > 1:
+            copying = max(copying - HIDDEN_SHARE * step, PART_COST * copying)
+        elif self.background:  # a copy that a step hides still takes memory bandwidth
             copying = max(copying - HIDDEN_SHARE * step, 0.1 * copying)
         return 1 if copying < NEGLIGIBLE_COPY_S else max(1, math.ceil(copying / (MAX_COPY_SHARE * step)))
 
-    def _allocate(self, shards: Mapping[str, Tensor]) -> None:
+    def _copy_whole(self) -> None:
+        """Copy the whole state every few steps instead of parts in every step, which take too long."""
+        for path in self._paths(MAX_PARTS + 1, 2):
+            if path is not None:
+                path.unlink(missing_ok=True)
+        self.drop()
+        self._slots, self._complete, self._parts, self._in_parts = [], False, None, False
+        self._copies.clear()
+        self.every, self._measured = AGREE_AFTER, False
+
+    def _allocate(self, shards: Mapping[str, Tensor], update: AppliedUpdate | None) -> None:
         """Allocate the missing files of the ring, or add those that were allocated in the background."""
         if self._allocator is None:
-            table = Table.of(shards)
-            held = len(self._slots) * table.size  # by an earlier process
+            held = sum(slot.memory.numel() for slot in self._slots)  # by an earlier process
             room = (psutil.virtual_memory().available / self.local_ranks + held) * MAX_MEMORY_SHARE
-            keep = max(min(self.keep, int(room // table.size)), len(self._slots))
             limit = LARGE_RING_BYTES[self.device.type]
-            if self.min_copies == 1 and self.keep * table.size > limit:
+            parts = self._parts or StateParts(shards)
+            large = self.keep * parts.size > limit
+            if self._parts is None and self.min_copies == 1 and large and update is not None and self._in_parts:
+                parts = cut_for(shards, update, room) or parts
+            keep = max(min(self.keep, int(room // parts.size)), len(self._slots))
+            if parts.count > 1:
+                keep = parts.count + 1
+            elif self.min_copies == 1 and large:
                 keep = min(keep, KEEP_ONE_RANK)
             if keep < self.min_copies:
                 self._slots = []
                 self.refused = (
-                    f"{self.min_copies} copies of this rank need {self.min_copies * table.size / 2**30:.2f} GiB of "
+                    f"{self.min_copies} copies of this rank need {self.min_copies * parts.size / 2**30:.2f} GiB of "
                     f"host memory and {room / 2**30:.2f} GiB may be used: faults are recovered from checkpoints on disk"
                 )
                 return
-            self._large = keep * table.size > limit
+            self._large = keep * parts.size > limit
             if self._large and self.background and self._last is None and not self._continued:
                 return  # the first steps of a run compile and load; allocating gigabytes would slow them
-            if self.keep * table.size > limit:
+            self._parts = parts
+            if large or parts.count > 1:
+                of = f", each with 1/{parts.count} of the state and other gradients," if parts.count > 1 else ""
                 self.summary = (
-                    f"snapshots: {keep} of {table.size / 2**30:.2f} GiB in host memory for each rank, at most "
+                    f"snapshots: {keep} of {parts.size / 2**30:.2f} GiB{of} in host memory for each rank, at most "
                     f"{room / 2**30:.2f} GiB ({MAX_MEMORY_SHARE:.0%} of what is free)"
                 )
             taken = {slot.path for slot in self._slots if slot.path is not None}
-            free = [path for i in range(self.keep) if (path := self._path(i)) not in taken]
+            free = [path for path in self._paths(max(keep, self.keep), parts.count) if path not in taken]
             count = 1 if self._large and not self.background else keep - len(self._slots)
             last = len(self._slots) + count >= keep
             more = count > 0 or any(slot.pinned is None for slot in self._slots)
             background = self.background and self._large and more
-            self._allocator = SlotAllocator(table, self._slots, free[:count], self.device, background, last)
+            self._allocator = SlotAllocator(
+                parts.tables[0], parts.size, self._slots, free[:count], self.device, background, last
+            )
         if self._allocator.is_alive():
             return
         allocator, self._allocator = self._allocator, None
         if allocator.error is not None:  # a small /dev/shm, as in containers
             self._slots, why = [], getattr(allocator.error, "strerror", None) or allocator.error
             self.refused = f"{why} in {self.folder}: faults are recovered from checkpoints on disk"
-        elif all(slot.fits(shards) for slot in allocator.slots):
+        elif self._parts is not None and allocator.size == self._parts.size:
             self._slots, self._complete = [*self._slots, *allocator.slots], allocator.last

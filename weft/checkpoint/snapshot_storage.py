@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
-import mmap
-import os
-import sys
 import threading
 import time
 import weakref
 import zlib
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +16,12 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint.snapshot_file import HEAD, MAGIC, SEAL, read_table, sealed_step
+from weft.checkpoint.snapshot_memory import allocate, copy_stream, map_file, map_pages, register, unregister
 from weft.comm.foreach_internals import foreach_copy_
 
-ALIGN, PAGE = 64, 4096
-HUGE_PAGE_BYTES = 1 << 30
-"""Size from which huge pages are requested."""
-UPDATE_ONLY = ("model.", "optim.", "ema.")
+ALIGN = 64
+UPDATE_ONLY = ("model.", "optim.", "ema.", "gradient.")
 """Prefixes of tensors that only an update changes: copied before the next update, while ranks wait for each other."""
-POPULATE = 23 if sys.platform == "linux" else -1
-"""MADV_POPULATE_WRITE, for which Python has no name."""
-POPULATE_BYTES = 1 << 26
-"""Bytes populated in one call, during which no other thread of the process can map memory."""
 REGION_BYTES = 1 << 26
 """Bytes that are page-locked in one call, during which no other thread of the process can call CUDA (3 ms). CUDA copies
 only within a region, so tensors that cross its end are copied in parts."""
@@ -69,15 +58,24 @@ class Slot:
         self.populated = populated
         """Whether its pages are mapped."""
         self.bytes = memoryview(memory.numpy().data)
-        self.views = {name: _view(memory, dtype, shape, at) for name, dtype, shape, at in table.entries}
-        self.cuts = {name: cuts for name, _, _, at in table.entries if (cuts := _cuts(self.views[name], at))}
-        """Elements of a tensor at which a region begins."""
+        self._used: dict[str, tuple[dict[str, Tensor], dict[str, list[int]]]] = {}
+        self.use(table)
         self.pinned: bool | None = None
         """Whether a GPU can copy into it asynchronously; None: not tried yet."""
         self._pinning = threading.Lock()
         self.copied: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self.copy_s = 0.0
         self._uncopied: dict[str, Tensor] = {}
+
+    def use(self, table: Table) -> None:
+        """Hold the tensors of this table, in the same memory."""
+        if table.text not in self._used:
+            views = {name: _view(self.memory, dtype, shape, at) for name, dtype, shape, at in table.entries}
+            cuts = {name: cuts for name, _, _, at in table.entries if (cuts := _cuts(views[name], at))}
+            self._used[table.text] = views, cuts
+        self.table = table
+        self.views, self.cuts = self._used[table.text]
+        """`cuts`: elements of a tensor at which a region begins."""
 
     @classmethod
     def found(cls, path: Path) -> Slot | None:
@@ -88,7 +86,7 @@ class Slot:
         entries, meta = table
         try:
             size = path.stat().st_size
-            return cls(Table(entries, entries[0][3], size), _map(path, size), step, meta, path, False)
+            return cls(Table(entries, entries[0][3], size), map_file(path, size), step, meta, path, False)
         except (OSError, TypeError, AttributeError, RuntimeError):
             return None
 
@@ -98,11 +96,11 @@ class Slot:
             if self.pinned is not None:
                 return
             if not self.populated and torch.cuda.is_initialized():
-                _map_pages(self.memory)
+                map_pages(self.memory)
             parts, done = self.memory.split(REGION_BYTES), list[Tensor]()
             for part in parts:
                 began = time.perf_counter()
-                if not _register(part):
+                if not register(part):
                     break
                 done.append(part)
                 time.sleep(pause * (time.perf_counter() - began))
@@ -111,14 +109,9 @@ class Slot:
                 # Memory that is unmapped while registered with CUDA stays registered, and other memory at the same
                 # address, such as a batch, would be copied from the old pages. The process outlives the slots of an
                 # attempt.
-                weakref.finalize(self, _unregister, done).atexit = False
+                weakref.finalize(self, unregister, done).atexit = False
             else:
-                _unregister(done)
-
-    def fits(self, shards: Mapping[str, Tensor]) -> bool:
-        return self.views.keys() == shards.keys() and all(
-            self.views[n].shape == t.shape and self.views[n].dtype == t.dtype for n, t in shards.items()
-        )
+                unregister(done)
 
     def unseal(self) -> None:
         SEAL.pack_into(self.bytes, 8, 0)
@@ -161,7 +154,7 @@ class Slot:
         temporary, so they are copied in the stream of the step."""
         later = {n: t for n, t in shards.items() if n.startswith(UPDATE_ONLY)}
         self._copy({n: t for n, t in shards.items() if n not in later})
-        stream = _copy_stream()
+        stream = copy_stream()
         stream.wait_stream(torch.cuda.current_stream())
         self.copied = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(stream):
@@ -207,21 +200,17 @@ class Slot:
                 shards[name].copy_(tensor)
 
 
-@cache
-def _copy_stream() -> torch.cuda.Stream:
-    return torch.cuda.Stream()
-
-
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def pin_in_background(slot: Slot, device: torch.device) -> None:
-    """Page-lock a snapshot while the model that it will be loaded into is built."""
+def pin_in_background(slots: list[Slot], device: torch.device) -> None:
+    """Page-lock snapshots while the model that they will be loaded into is built."""
 
     def run() -> None:
         with _on(device):
-            slot.pin()
+            for slot in slots:
+                slot.pin()
 
     threading.Thread(target=run, name="snapshots", daemon=True).start()
 
@@ -234,11 +223,11 @@ class SlotAllocator(threading.Thread):
     """
 
     def __init__(
-        self, table: Table, found: list[Slot], paths: list[Path | None], device: torch.device, background: bool,
-        last: bool,
+        self, table: Table, size: int, found: list[Slot], paths: list[Path | None], device: torch.device,
+        background: bool, last: bool,
     ):  # fmt: skip
         super().__init__(name="snapshots", daemon=True)
-        self.table, self.found, self.paths, self.device, self.last = table, found, paths, device, last
+        self.table, self.size, self.found, self.paths, self.device, self.last = table, size, found, paths, device, last
         self.pause = PIN_PAUSE if background else 0.0
         self.slots: list[Slot] = []
         self.error: Exception | None = None
@@ -253,85 +242,12 @@ class SlotAllocator(threading.Thread):
                 for slot in self.found:
                     slot.pin(self.pause)
                 for path in self.paths:
-                    memory = _memory(path, self.table.size)
+                    memory = allocate(path, self.size)
                     self.slots.append(Slot(self.table, memory, path=path))
                     self.slots[-1].pin(self.pause)
                     self.slots[-1].unseal()
             except (OSError, RuntimeError, ValueError) as error:
                 self.error = error
-
-
-def _memory(path: Path | None, size: int) -> Tensor:
-    """Memory of this size: anonymous, or of a file whose space is reserved now (later, a full disk means SIGBUS)."""
-    if path is None:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if size >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without huge pages
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        return _populated(memory)
-    path.unlink(missing_ok=True)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(handle, 0, size)
-        else:  # macOS
-            os.truncate(handle, size)
-        return _populated(mmap.mmap(handle, size))
-    except OSError:
-        path.unlink()
-        raise
-    finally:
-        os.close(handle)
-
-
-def _populated(memory: mmap.mmap) -> Tensor:
-    """The memory with all its pages allocated, so that copying into it takes a third of the time.
-
-    mmap.madvise would hold the GIL and block the training thread.
-    """
-    found = torch.frombuffer(memory, dtype=torch.uint8)
-    for at in range(0, len(memory), POPULATE_BYTES):
-        if _populate(found[at : at + POPULATE_BYTES]):
-            found[at::PAGE].zero_()  # an older kernel or another system
-            break
-    return found
-
-
-def _populate(part: Tensor) -> int:
-    """Allocate and map the pages of memory that starts with a page. Not 0: the system cannot."""
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    return int(madvise(part.data_ptr(), part.numel(), POPULATE))
-
-
-def _map_pages(memory: Tensor) -> None:
-    """Map the existing pages of a file by several threads, which page-locking would do one by one."""
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(_populate, memory.split(POPULATE_BYTES)))
-
-
-def _map(path: Path, size: int) -> Tensor:
-    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-
-
-def _register(memory: Tensor) -> bool:
-    """Register the memory with CUDA for asynchronous copies. Returns whether that was possible."""
-    if not torch.cuda.is_initialized():
-        return False
-    with contextlib.suppress(RuntimeError):
-        if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
-            return True
-        torch.ones(1, device="cuda")  # raises the error that CUDA keeps, which the next launch would raise otherwise
-    return False
-
-
-def _unregister(parts: list[Tensor]) -> None:
-    """Undo _register() before the memory is unmapped, after copies in progress."""
-    with contextlib.suppress(RuntimeError):  # the context and its registrations are lost
-        if parts:
-            _copy_stream().synchronize()
-        for part in parts:
-            torch.cuda.cudart().cudaHostUnregister(part.data_ptr())
 
 
 def _cuts(view: Tensor, at: int) -> list[int]:

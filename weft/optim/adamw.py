@@ -29,13 +29,16 @@ class AdamW(torch.optim.AdamW):
         low_halves: dict[int, Any],
     ) -> None:  # fmt: skip
         """Step on CUDA with gradients · factor, unless `taken` is 0. The dicts are keyed by parameter id; `low_halves`
-        are those of split master weights. Moments and low halves may be CodedStates."""
+        are those of split master weights. Moments and low halves may be CodedStates. Parameters without a gradient stay
+        as they are; the others have taken equally many steps."""
         from weft.optim.adamw_kernels import adamw_, corrections_of
         from weft.optim.coded_adamw_kernels import coded_adamw_
 
         flag = taken.to(torch.int32)
         for group in self.param_groups:
-            params = group["params"]
+            params = [param for param in group["params"] if id(param) in grads]
+            if not params:
+                continue
             for param in params:
                 state = self.state[param]
                 if not state:

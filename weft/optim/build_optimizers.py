@@ -17,6 +17,7 @@ from weft.job.schema import Optim
 from weft.memory.split_master import copy_rounded, hollow, join, split_
 from weft.mesh import Mesh
 from weft.optim.adamw import AdamW
+from weft.optim.applied_update import AppliedUpdate
 from weft.optim.gradient_clip import scale_grads
 
 Params = dict[str, Tensor]
@@ -41,6 +42,46 @@ class Optimizers:
         self.names = {id(p): n for n, p in params.items()}
         self.low_halves: Params = {}
         """Low halves of split master weights (memory/split_master.py). The tensors in `params` then have no values."""
+        self.applied: tuple[float, Tensor | None, Tensor | None] | None = None
+        """The arguments of the last step(), until it is cleared; only from an optimizer that can repeat it."""
+
+    @property
+    def fused(self) -> bool:
+        """Whether every update is one kernel, which changes no gradient."""
+        params = [p for part in self.parts for group in part.param_groups for p in group["params"]]
+        return not self.low_halves and all(isinstance(p, AdamW) for p in self.parts) and all(p.is_cuda for p in params)
+
+    def last_update(self) -> AppliedUpdate | None:
+        """The update of the last step; None if it cannot be repeated."""
+        grads = self._gradients()
+        if not self.fused or len(grads) < len(self.params) or not grads:
+            return None
+        one = torch.ones((), device=next(iter(grads.values())).device)
+        lr, factor, taken = self.applied or (0.0, None, torch.zeros_like(one))
+        return AppliedUpdate(lr, one if factor is None else factor, one if taken is None else taken.float(), grads)
+
+    def repeat(self, update: AppliedUpdate) -> None:
+        """Apply an update again, to the weights that it has gradients of."""
+        self._bind_shards()
+        for part in self.parts:
+            assert isinstance(part, AdamW)
+            params = self._set_rates(part, update.lr)
+            self._fused_step(part, params, dict(update.grads), update.factor, update.taken)
+
+    def _bind_shards(self) -> None:
+        """Let the parameters that are shards use the memory of the master weights, which may have moved."""
+        for name, param in self.params.items():
+            if param is not self.master_params[name]:
+                param.data = local_of(self.master_params[name].detach())
+
+    def _set_rates(self, part: torch.optim.Optimizer, lr: float) -> Params:
+        """Set the learning rates of one of the optimizers. Returns its parameters by name."""
+        for group in part.param_groups:
+            group["lr"] = lr * group["lr_factor"]
+        return {self.names[id(p)]: p for group in part.param_groups for p in group["params"]}
+
+    def _gradients(self) -> Params:
+        return {n: local_of(leaf.grad) for n, leaf in self.grad_params.items() if leaf.grad is not None}
 
     def step(self, lr: float, factor: Tensor | None = None, taken: Tensor | None = None) -> None:
         """Update the master weights and the compute weights with gradients · factor.
@@ -48,16 +89,13 @@ class Optimizers:
         `taken` is a boolean on the device; if it is false nothing changes, so that steps with gradients that are not
         finite are skipped without synchronisation.
         """
-        for name, param in self.params.items():
-            if param is not self.master_params[name]:
-                param.data = local_of(self.master_params[name].detach())
+        self._bind_shards()
         stale: Params = {}
+        self.applied = lr, factor, taken
         for part in self.parts:
-            params = {self.names[id(p)]: p for group in part.param_groups for p in group["params"]}
-            for group in part.param_groups:
-                group["lr"] = lr * group["lr_factor"]
+            params = self._set_rates(part, lr)
             if isinstance(part, AdamW) and all(p.is_cuda for p in params.values()):
-                self._fused_step(part, params, factor, taken)
+                self._fused_step(part, params, self._gradients(), factor, taken)
             else:
                 self._plain_step(part, params, factor, taken)
                 stale |= {
@@ -70,16 +108,17 @@ class Optimizers:
                     [local_of(self.master_params[n].detach()) for n in stale],
                 )
 
-    def _fused_step(self, part: AdamW, params: Params, factor: Tensor | None, taken: Tensor | None) -> None:
-        grads = {id(p): local_of(g) for n, p in params.items() if (g := self.grad_params[n].grad) is not None}
+    def _fused_step(
+        self, part: AdamW, params: Params, grads: Params, factor: Tensor | None, taken: Tensor | None
+    ) -> None:
         compute_params = {
             id(p): local_of(self.compute_params[n].detach()) for n, p in params.items() if n in self.compute_params
         }
         one = torch.ones((), device=next(iter(params.values())).device)
         low_halves = {id(p): self.low_halves[n] for n, p in params.items() if n in self.low_halves}
         part.fused_step(
-            grads, compute_params, one if factor is None else factor, one if taken is None else taken.float(),
-            low_halves,
+            {id(params[n]): g for n, g in grads.items() if n in params}, compute_params,
+            one if factor is None else factor, one if taken is None else taken.float(), low_halves,
         )  # fmt: skip
 
     def _plain_step(

@@ -178,6 +178,11 @@ class SpreadModel:
         found.clear()
         return total
 
+    @property
+    def new_gradients(self) -> bool:
+        """Whether each step has its gradients in new memory, not in that of the last step's."""
+        return isinstance(self.data, Replicas) and not self.data.buckets and self.data.gradient_home is None
+
     def zero_grad(self) -> None:
         self.data.zero_grad()
         if self.tables is not None:

@@ -83,7 +83,7 @@ def resume_from_memory(session: Session, at_most: int | None = None) -> bool:
     shards = state.shards()
     if not all(session.mesh.all_gather_json(_same_layout(session) and snapshots.holds(shards))):
         return False
-    counts = snapshots.load(step, shards)
+    counts = snapshots.load(step, shards, state.optimizers.repeat)
     state.restore_snapshot(shards, counts)
     if at_most is None:  # a rollback within this process keeps its own count
         session.guards.agreed = int(counts.get("agreed", 0))
@@ -122,6 +122,11 @@ def newest_on_disk(session: Session) -> int:
 
 def resume_from_disk(session: Session, at_most: int | None = None) -> None:
     """Continue from the newest good checkpoint, or start at step 0."""
+    _load_from_disk(session, at_most)
+    session.snapshots.forget_after(session.state.step)  # of a run that took another course
+
+
+def _load_from_disk(session: Session, at_most: int | None) -> None:
     state, checkpoints = session.state, session.checkpoints
     newest = checkpoints.newest(at_most)
     if newest is None:

@@ -157,7 +157,8 @@ class Session:
         snapshots.trusted = self.guards.trusted
         if snapshots.due(state.step):
             shards = state.shards()
-            snapshots.take(state.step, shards, state.counts() | {"agreed": self.guards.agreed})
+            meta = state.counts() | {"agreed": self.guards.agreed}
+            snapshots.take(state.step, shards, meta, state.last_update())
             if snapshots.summary:
                 self.log.info("%s", snapshots.summary)
                 snapshots.summary = ""

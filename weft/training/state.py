@@ -12,6 +12,7 @@ from weft.comm.shards import local_of
 from weft.data.growing import Rounds
 from weft.job.schema import Job
 from weft.mesh import Mesh
+from weft.optim.applied_update import AppliedUpdate
 from weft.optim.build_optimizers import Optimizers
 from weft.optim.ema import Ema
 from weft.parallel.data.local_sgd import EveryStep
@@ -69,6 +70,14 @@ class State:
         out |= {f"ema.{n}": local_of(t) for n, t in self.ema.averages.items()} | self.model.maxima()
         out |= {n: local_of(t) for n, t in (self.model.residuals() | self._dice() | self.rounds.tensors()).items()}
         return out | self._random()
+
+    def last_update(self) -> AppliedUpdate | None:
+        """The last update, if the shards after it follow from those before it: no other tensor is as large, and the
+        next step does not overwrite the gradients."""
+        model = self.model
+        if type(model) is not SpreadModel or self.ema.averages or self.rounds.tensors() or not model.new_gradients:
+            return None
+        return self.optimizers.last_update()
 
     def restore_snapshot(self, shards: dict[str, Tensor], counts: dict[str, Any]) -> None:
         """Continue from the shards of a snapshot that were just read in place."""

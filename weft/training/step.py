@@ -120,6 +120,7 @@ class Stepper:
         finite, wanted = torch.isfinite(norm), update.step not in state.skipped_steps
         unseen = norm.is_cuda and not state.scale.dynamic
         taken = wanted and (unseen or self.blind or bool(finite))
+        state.optimizers.applied = None
         if taken:
             flag = finite if unseen else None
             state.optimizers.step_number = update.step - 1

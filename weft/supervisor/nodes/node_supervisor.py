@@ -334,7 +334,7 @@ class NodeSupervisor(Supervisor):
 
     def forget_old_snapshots(self) -> None:
         """Remove snapshots that the next attempt cannot use."""
-        for path in [*self.folder.glob("snap-*"), *self.folder.glob("places-*.json")]:
+        for path in [found for kind in ("snap-*", "part-*", "places-*.json") for found in self.folder.glob(kind)]:
             number = path.name.split("-")[1].split(".")[0]
             if number.isdigit() and self.attempt.number and int(number) not in self.attempt.ranks:
                 path.unlink(missing_ok=True)
