@@ -160,10 +160,12 @@ def main() -> None:
             times, snapshot = run.step_times(), run.newest_snapshot()
             middle = statistics.median(times)
             how = "without a supervisor" if flags else f"supervised, newest snapshot of step {snapshot}"
+            part = max(1, len(times) // 5)  # snapshots begin when their memory is allocated
+            fifths = ", ".join(f"{statistics.mean(times[i : i + part]) * 1e3:.2f}" for i in range(0, 5 * part, part))
             long = {i: round(t / middle, 2) for i, t in enumerate(times, 11) if t > LONG_STEP * middle}
             print(
                 f"{how}: median {middle * 1e3:.2f} ms, mean {statistics.mean(times) * 1e3:.2f}, "
-                f"longest of {len(times)} {max(times) / middle:.3f} ×; steps over {LONG_STEP} ×: {long}", flush=True,
+                f"of each fifth {fifths}; longest of {len(times)} {max(times) / middle:.3f} ×; steps over {LONG_STEP} ×: {long}", flush=True,
             )  # fmt: skip
             run.end()
 
