@@ -44,6 +44,22 @@ class Plain(nn.Module):
         return self.head(x) * self.scale
 
 
+class InPlace(Plain):
+    """Blocks return views, to which the input is added in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            y = block(x)
+            y += x
+            x = y
+        return self.head(x) * self.scale
+
+
 class WithParts(Plain):
     """The same with a table of parts, so that tp can split it."""
 

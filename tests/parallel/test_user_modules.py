@@ -47,6 +47,7 @@ def own(name: str, model: dict[str, Any] | None = None, *overrides: str, **secti
         ("Odd", "fp32", TENSOR[:2]),
         ("WithParts", "bf16", (DATA[3], TENSOR[1])),
         ("Frozen", "fp32", (DATA[0], DATA[2])),
+        ("InPlace", "fp32", ("dp_shard 2 zero=3",)),
         ("GivesDict", "fp32", DATA[:1]),
         ("GivesObject", "fp32", DATA[1:2]),
         ("Containers", "fp32", DATA[2:3]),

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils._pytree import tree_map
 
 from weft.comm.meter import Meter
 
@@ -24,6 +25,29 @@ class ShardedParam:
     """Before it was sharded."""
     dim: int
     """The dim along which it is sharded."""
+
+
+class _NotAView(torch.autograd.Function):
+    """The same values in the same memory, as a tensor that autograd does not know as a view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def outputs_without_views(module: nn.Module, inputs: object, outputs: Any) -> Any:
+    """A forward hook for units that will be sharded: an operation in place on a view, such as `y += x` on the output of
+    an nn.Linear, would drop the hook with which FSDP2 gathers the weights of the backward pass."""
+    if not torch.is_grad_enabled():
+        return outputs
+    return tree_map(
+        lambda x: _NotAView.apply(x) if isinstance(x, Tensor) and x.requires_grad and x._base is not None else x,
+        outputs,
+    )
 
 
 def fsdp_states(module: nn.Module) -> list[Any]:
