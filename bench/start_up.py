@@ -165,7 +165,8 @@ def main() -> None:
             long = {i: round(t / middle, 2) for i, t in enumerate(times, 11) if t > LONG_STEP * middle}
             print(
                 f"{how}: median {middle * 1e3:.2f} ms, mean {statistics.mean(times) * 1e3:.2f}, "
-                f"of each fifth {fifths}; longest of {len(times)} {max(times) / middle:.3f} ×; steps over {LONG_STEP} ×: {long}", flush=True,
+                f"of each fifth {fifths}; longest of {len(times)} {max(times) / middle:.3f} ×; "
+                f"steps over {LONG_STEP} ×: {long}", flush=True,
             )  # fmt: skip
             run.end()
 
