@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,8 @@ from weft.job.errors import JobError
 from weft.job.load import parse_job
 from weft.memory import Fp8Codec, Fp8HostOffload, recompute, save_as_fp8
 from weft.memory.activation_internals import value_version
+from weft.memory.fp8_activations import CodedTensor
+from weft.parallel.pipeline.split_backward import backward_input, backward_weights
 from weft.planner.make_plan import make_plan
 
 
@@ -63,6 +67,36 @@ def test_forward_is_exact_and_gradients_are_close(option: str) -> None:
     # n is saved by two products and encoded once; weights, the norm's statistics and the constant factor are not
     assert len(seen) == (1 if option == "full" else 5)
     assert all(x.numel() == 8 * 8 * 64 for x in seen)
+
+
+class Rms(nn.Module):
+    """A norm of several operators, of which one saves its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.up(x * torch.rsqrt(x.square().mean(-1, keepdim=True)))
+
+
+def test_a_split_backward_pass_frees_what_was_saved() -> None:
+    """Nodes that only the first half runs keep what they saved until nothing holds the graph."""
+    block, codec, saved = Rms(), Fp8Codec(), list[weakref.ref[Tensor]]()
+    encode = codec.encode
+
+    def encoding(x: Tensor) -> CodedTensor:
+        coded = encode(x)
+        saved.append(weakref.ref(coded.codes))
+        return coded
+
+    codec.encode = encoding  # type: ignore[method-assign]
+    save_as_fp8(block, codec)
+    x = torch.randn(8, 8, 64, requires_grad=True)
+    _, later = backward_input([block(x * 1.0).sum()], [None], [x], block.parameters())
+    assert any(codes() is not None for codes in saved)
+    backward_weights(later)
+    assert len(saved) > 1 and all(codes() is None for codes in saved)
 
 
 def test_offloaded_tensors_are_stored_in_fp8() -> None:

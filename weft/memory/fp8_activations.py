@@ -142,7 +142,7 @@ class _Saver:
 
     def pack(self, x: Tensor) -> Tensor | CodedTensor:
         if not is_coded(x, self.smallest) or _memory_of(x) in self.constants or self._is_weight(x):
-            return x
+            return x.detach()  # an operator that saves its output would hold itself by it
         place = (x.numel(),) if is_dense(x) else (x.shape, x.stride())
         key = _memory_of(x), x.storage_offset(), *place, x.dtype, value_version(x)
         if key not in self.coded:
