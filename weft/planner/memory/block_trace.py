@@ -26,6 +26,7 @@ from weft.planner.memory.live_bytes import (
     leave,
     norm,
     norm_backward,
+    norm_gradient,
     out_of_region_backward,
 )  # fmt: skip
 from weft.planner.model.model_facts import Size
@@ -48,12 +49,12 @@ def block_bytes(m: Model, z: Sizes, mix: Mixture | None = None) -> BlockBytes:
     tape = LiveBytes(frozen=m.lora is not None)
     tape.take(x=x)
     _block_forward(tape, m, z, mix)
-    kept, forward = tape.live - x, tape.peak - x
-    whole, decoded = kept, 0.0 * x
+    kept, exact = tape.live - x, tape.peak - x
+    whole, forward, decoded = kept, exact, 0.0 * x
     if z.coded:
         largest = tape.encode(x, z.c)
         # other tensors are freed as the forward pass goes on: the factors of a gated product, or its input, are there
-        working = np.minimum(forward, (2 if m.gated else 1) * largest * z.c + 4 * x)
+        working = np.minimum(exact, (2 if m.gated else 1) * largest * z.c + 4 * x)
         kept = tape.live - x * CODED_BYTES / z.c
         forward, decoded = kept + working + encoding(largest, z.c), 2 * largest * z.c
     tape.take(dy=x)
@@ -72,11 +73,26 @@ def block_bytes(m: Model, z: Sizes, mix: Mixture | None = None) -> BlockBytes:
     if m.lora is None:
         some = np.minimum(some, whole)
     selective = PassBytes(some, forward, again.peak - 2 * x - some, inner + some - x)
-    full = PassBytes(x, forward, again.peak - 3 * x, inner)
+    full = PassBytes(x, exact, again.peak - 3 * x, inner)
     return BlockBytes(none, selective, coded_pass(full, z, x) if z.coded else full)
 
 
-def input_pass_bytes(m: Model, z: Sizes, mix: Mixture | None = None) -> Size:
+def with_split_pass(block: BlockBytes, m: Model, z: Sizes, mix: Mixture | None, traced: bool) -> BlockBytes:
+    """The same with a backward pass in two halves: the first keeps the gradients of what products, sums and norms
+    give, from which the second makes those of weights. `traced` where operators run one by one."""
+    gates, attentions = 2 if m.gated else 1, 2 if z.cross else 1
+    wide = z.ffn if mix is None else (mix.uses * mix.ffn + z.tokens * mix.shared) / z.tokens
+    sums = attentions + (not m.parallel_residual)
+    norms = (attentions + 1) * (2 if m.norm_at == "both" else 1)
+    later = z.tokens * z.c * (attentions * (z.heads + 2 * z.kv) + gates * wide) + sums * z.rows * z.dim * z.c
+    later = later + norm_gradient(m, z, norms * z.rows * z.dim + m.qk_norm * z.tokens * (z.heads + z.kv))
+    back = block.none.backward
+    if traced and not z.coded:
+        back = np.maximum(back, _input_pass(m, z, mix))
+    return block._replace(none=replace(block.none, later=later, input_pass=back))
+
+
+def _input_pass(m: Model, z: Sizes, mix: Mixture | None) -> Size:
     """The peak of a backward pass that keeps all for the gradients of weights, and computes none of them."""
     x = z.rows * z.dim * z.c
     tape = LiveBytes(frozen=m.lora is not None)

@@ -154,7 +154,7 @@ class EngineMemory:
             inner = blocks if self.job.model.first_blocks is None else 0.0 * blocks
             dense = np.where(layouts.pp > 1, inner, self.stages.first_dense)
             again = np.minimum(blocks, layouts.recompute_blocks / layouts.pp)
-            counts = BlockCounts(blocks, dense, again, again)
+            counts = BlockCounts(blocks, dense, again, again, 0.0 * blocks)
         else:
             counts = self.stages.at(layouts, at)
         rounds = self.device == "cpu" and self.plan.precision == "bf16" and not self.plan.split_master

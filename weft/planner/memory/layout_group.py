@@ -283,11 +283,13 @@ class LayoutGroup:
 
     def stage(self, passes: Passes, states: dict[str, Size]) -> Stage:
         """The units of the rank."""
-        layouts, flags, (blocks, dense, again, again_waiting) = self.layouts, self.flags, self.rank.counts
+        layouts, flags, (blocks, dense, again, again_waiting, _) = self.layouts, self.flags, self.rank.counts
         again, again_waiting = ((layouts.recompute > 0) * each for each in (again, again_waiting))
         compressed = self.compressed()
+        stages = layouts.virtual_stages if flags["piped"] else 1
 
         def unit(kind: str, passes: PassBytes = NO_PASSES, experts: Unit | None = None) -> Unit:
+            passes = passes.split(self.rank.pending > 0, stages) if flags["split_passes"] else passes
             trained, width = states[f"{kind} trained_gathered"], self.compute_bytes
             coded = None if compressed is None else compressed.unit(states[f"{kind} compressed"])
             return Unit(
@@ -308,13 +310,12 @@ class LayoutGroup:
                 continue
             # the first of a stage (memory/recompute.py); with experts, dense blocks are the first
             recomputed = np.minimum(np.maximum(again - (dense if kind == "routed" else 0), 0), count)
-            one = replace(chosen, passes=modes[1])
+            one = unit(kind, modes[1], experts)
             parts += [(chosen, recomputed), (one, count - recomputed)]
             waits_more = (again - again_waiting) * (one.passes.kept - chosen.passes.kept)
         kinds = [(one, count) for one, count in parts if np.any(count > 0)]
         if np.any(layouts.offload == OFFLOADS.index("activations")):
             kinds = self._offloaded(kinds)
-        stages = layouts.virtual_stages if flags["piped"] else 1
         streams = 1 + (self.job.model.is_encoder_decoder & (dense > 0) & (blocks > dense))
         # blocks that run again read them again, and from the second block on there is a gradient to add to
         tables = streams + ((dense > 1) | (blocks - dense > 1))
@@ -323,13 +324,20 @@ class LayoutGroup:
         if self.job.model.is_encoder_decoder or self.job.data.separates_documents:
             in_forward = (passes.distances * streams + passes.masks) * (layouts.recompute == 0)
         head_grad = passes.head_grad * self.ends * (self.job.model.lora is None)
+        per_microbatch = passes.per_microbatch * np.maximum(stages, streams) + stays
+        # the norm between an encoder and a decoder is where the first block of the decoder is
+        joins = self.rank.counts.joins * self.job.model.is_encoder_decoder
+        begin, end = passes.begin.on(self.begins), passes.end.on(self.ends)
+        begin = replace(
+            begin, kept=begin.kept + passes.between * joins,
+            backward=np.maximum(begin.backward, passes.between_back * joins),
+        )  # fmt: skip
+        end = replace(end, later=end.later + passes.end.later * joins)
+        end = end.split(self.rank.pending > 0, 1) if flags["split_passes"] else end
         return Stage(
-            tuple(kinds), unit("root"), _scaled(passes.begin, self.begins),
-            _scaled(passes.end, self.ends), head_grad, head_grad * self.tied, passes.hidden,
-            passes.hidden * (stages - self.begins), passes.per_microbatch * np.maximum(stages, streams) + stays,
-            passes.later * (self.rank.pending > 0) / stages, passes.later_end * self.ends * (self.rank.pending > 0),
-            np.where(self.rank.pending > 0, passes.input_pass, passes.dense[0].backward), waits_more,
-            in_forward, compressed,
+            tuple(kinds), unit("root"), begin, end, head_grad,
+            head_grad * self.tied, passes.hidden, passes.hidden * (stages - self.begins),
+            per_microbatch, waits_more, in_forward, compressed,
         )  # fmt: skip
 
     def _offloaded(self, kinds: list[tuple[Unit, Size]]) -> list[tuple[Unit, Size]]:
@@ -341,7 +349,3 @@ class LayoutGroup:
         return [
             (replace(unit, passes=replace(unit.passes, kept=unit.passes.kept * stays)), count) for unit, count in kinds
         ]
-
-
-def _scaled(passes: PassBytes, mask: Size) -> PassBytes:
-    return PassBytes(passes.kept * mask, passes.forward * mask, passes.backward * mask, passes.inner)

@@ -5,7 +5,7 @@ Sizes are arrays with one entry per layout; flags are the same for all layouts o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -156,6 +156,22 @@ class PassBytes:
     backward: Size
     inner: Size = 0.0
     """Bytes of those live at the start of backward that are freed when the experts' gradients are complete."""
+    later: Size = 0.0
+    """Kept for the gradients of weights by the first half of a split backward pass."""
+    input_pass: Size = 0.0
+    """The peak of that half."""
+
+    def split(self, where: Size, stages: Size) -> PassBytes:
+        """The same with a backward pass in two halves, each through one of so many stages; in one part elsewhere."""
+        back = np.where(where, self.input_pass, self.backward)
+        return replace(self, later=self.later * where / stages, input_pass=back)
+
+    def on(self, mask: Size) -> PassBytes:
+        """The same on ranks where the mask is 1, nothing where it is 0."""
+        return PassBytes(*(getattr(self, row) * mask for row in PASS_ROWS))
+
+
+PASS_ROWS = tuple(field.name for field in fields(PassBytes))
 
 
 def keeps_input(m: Model, z: Sizes) -> bool:
@@ -179,6 +195,11 @@ def norm(t: LiveBytes, m: Model, z: Sizes, out: str, rows: Size, width: int) -> 
         t.drop(f"{out}_y")
 
 
+def norm_gradient(m: Model, z: Sizes, elements: Size) -> Size:
+    """Bytes of the gradient of a norm's output, in fp32 where it consists of several operators."""
+    return elements * (z.c if z.fused or m.norm == "layernorm" else FP32_BYTES)
+
+
 def norm_backward(t: LiveBytes, m: Model, z: Sizes, out: str, grad: str, rows: Size, width: int) -> None:
     """From the gradient `grad` of the norm's output to that of its input, under the same name."""
     size = rows * width
@@ -198,6 +219,17 @@ def norm_backward(t: LiveBytes, m: Model, z: Sizes, out: str, grad: str, rows: S
     t.drop(f"{out}_f", f"{out}_r")
     t.drop("_g")
     t.take(**{grad: size * z.c})
+
+
+def norm_bytes(m: Model, z: Sizes) -> PassBytes:
+    """A norm outside the blocks."""
+    tape = LiveBytes()
+    norm(tape, m, z, "n", z.rows, z.dim)
+    kept, forward = tape.live, tape.peak
+    tape.take(dn=z.rows * z.dim * z.c)
+    start = tape.peak = tape.live
+    norm_backward(tape, m, z, "n", "dn", z.rows, z.dim)
+    return PassBytes(kept, forward, tape.peak - start)
 
 
 def enter(t: LiveBytes, z: Sizes, name: str) -> None:

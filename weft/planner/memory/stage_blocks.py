@@ -37,6 +37,8 @@ class BlockCounts(NamedTuple):
     """Those recomputed, where the layout gives their number."""
     again_waiting: Size
     """The same, each counted by the share of waiting microbatches that its stage holds."""
+    joins: Size
+    """1 where they include the first block after the dense ones: the first of a decoder, or with experts."""
 
 
 def _waiting(pp: int, virtual: int, vee_shaped: bool, rank: int, stage: int) -> int:
@@ -65,7 +67,7 @@ class StageBlocks:
 
     def _by_rank(self, pp: int, virtual: int, shape: bool, pairs: bool, again: int) -> Ranks:
         """BlockCounts of each rank of a pipeline that recomputes `again` blocks."""
-        whole = (self.layers, self.first_dense, again, again)
+        whole = (self.layers, self.first_dense, again, again, 1)
         if pp == 1:
             return [whole]
         stages = pp * virtual
@@ -74,10 +76,11 @@ class StageBlocks:
         except JobError:  # never chosen: more stages than blocks
             return [whole] * pp
         rank_of = vee(pp) if shape else tuple(s % pp for s in range(stages))
-        blocks, dense, recomputed, weighted, waits = ([0] * pp for _ in range(5))
+        blocks, dense, recomputed, weighted, waits, joins = ([0] * pp for _ in range(6))
         for stage, ((first, end), rank) in enumerate(zip(split, rank_of, strict=True)):
             blocks[rank] += end - first
             dense[rank] += max(0, min(end, self.first_dense) - first)
+            joins[rank] += first <= self.first_dense < end
             # spread evenly, as in memory/recompute.py
             here = end * again // self.layers - first * again // self.layers
             waiting = _waiting(pp, virtual, shape, rank, stage)
@@ -85,7 +88,7 @@ class StageBlocks:
             weighted[rank] += here * waiting
             waits[rank] += waiting
         counted = [min(blocks[r], virtual * weighted[r] / max(1, waits[r])) for r in range(pp)]
-        return list(zip(blocks, dense, recomputed, counted, strict=True))
+        return list(zip(blocks, dense, recomputed, counted, joins, strict=True))
 
     def at(self, layouts: Layouts, index: Size) -> BlockCounts:
         """Blocks of pipeline rank `index`."""
@@ -96,7 +99,7 @@ class StageBlocks:
         first, position = distinct(*columns)
         given = zip(*(column[first].tolist() for column in columns), strict=True)
         table = [self._ranks(*pipeline)[i] for *pipeline, i in given]
-        return BlockCounts(*np.array(table, float).reshape(-1, 4)[position].T)
+        return BlockCounts(*np.array(table, float).reshape(-1, len(BlockCounts._fields))[position].T)
 
     def inner(self, layouts: Layouts, copied: bool) -> list[Size]:
         """Ranks between the ends of pipelines that may hold most, one or more of each layout; 0 where there are fewer.
@@ -118,13 +121,13 @@ class StageBlocks:
         entry = SCHEDULES[SCHEDULE_NAMES[schedule]]
         ranks = self._ranks(pp, virtual, entry.last_stage_on_first_rank, pairs, again)
         given = pp, virtual, np.arange(pp), count
-        one_pass = np.array([entry.splits_backward and (b if every else a) > 0 for b, _, a, _ in ranks])
+        one_pass = np.array([entry.splits_backward and (b if every else a) > 0 for b, _, a, *_ in ranks])
         waits = entry.awaiting_backward or entry.in_flight
         flight = np.minimum(np.where(one_pass, waits(*given), entry.in_flight(*given)), count) + np.zeros(pp)
         pending = np.where(one_pass, 0.0, entry.pending(*given))
         vee_shaped = entry.last_stage_on_first_rank
         steady = vee_shaped & (count > flight * virtual - given[2] - 1)  # gradients are there while as many wait
-        rows = [(d, b - d, -a, flight[r], pending[r], steady[r]) for r, (b, d, _, a) in enumerate(ranks)]
+        rows = [(d, b - d, -a, flight[r], pending[r], steady[r]) for r, (b, d, _, a, _) in enumerate(ranks)]
         kinds: dict[Any, list[int]] = {}
         for r in range(1, pp - 1):
             kinds.setdefault(rows[r][:3], []).append(r)

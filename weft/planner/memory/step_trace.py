@@ -61,7 +61,7 @@ class StepTrace:
             w.add(self._accumulated(), "gradients")
             if self.r.sharded and not self.r.whole_gradients:
                 self.reducing = self.s.root.elements * FP32_BYTES
-                w.add(self.reducing, "communication")
+                w.add(self.reducing + self._not_sent(), "communication")
         else:
             self._pass(first=True, last=False)
         self.loss_waits = losses_wait > 1
@@ -87,6 +87,11 @@ class StepTrace:
             return sum(part.gradient * count for part, count in parts) * (not self.r.buckets)
         return FP32_BYTES * sum((p.elements if self.r.whole_gradients else p.shard) * count for p, count in parts)
 
+    def _not_sent(self) -> Size:
+        """What all units have not sent in this step."""
+        parts = [(part, count) for unit, count in (*self.s.blocks, (self.s.root, 1.0)) for part in unit.parts]
+        return sum(part.compressed.residual * count for part, count in parts if part.compressed is not None)
+
     def _gather_all(self) -> None:
         for unit, count in (*self.s.blocks, (self.s.root, 1.0)):
             for part in unit.parts:
@@ -102,7 +107,7 @@ class StepTrace:
         if self.r.split_passes:
             for unit, count in reversed(self.s.blocks):
                 self.w.repeat(count, partial(self._weight_pass, unit, first, last))
-            self.w.free(self.s.end.kept + self.s.later_end, "activations")
+            self.w.free(self.s.end.kept + self.s.end.later, "activations")
         self.w.add(finished, "activations")
         self._finish(first, last)
 
@@ -165,7 +170,7 @@ class StepTrace:
         w.change(s.hidden - s.end.kept, "activations")
         w.add(s.end.kept * self.loss_waits, "activations")
         if r.split_passes:
-            w.add(s.end.kept + s.later_end, "activations")
+            w.add(s.end.kept + s.end.later, "activations")
         w.add(s.head_grad, "gradients")
         if r.in_place and not first:
             w.free(s.head_grad, "gradients")
@@ -194,14 +199,14 @@ class StepTrace:
             w.change(part.gathered - self.ahead + following, "communication")
             self.ahead = w.chosen(following, self.ahead)
         if self.r.split_passes:
-            w.flash(self.s.input_pass)
-            w.add(self.s.later, "activations")
+            w.flash(unit.passes.input_pass)
+            w.add(unit.passes.later, "activations")
         else:
             w.flash(unit.passes.backward)
             self._block_gradients(unit, first, last)
 
     def _weight_pass(self, unit: Unit, first: bool, last: bool, final: Size) -> None:
-        self.w.free(self.s.later, "activations")
+        self.w.free(unit.passes.later, "activations")
         self._block_gradients(unit, first, last)
 
     def _block_gradients(self, unit: Unit, first: bool, last: bool) -> None:

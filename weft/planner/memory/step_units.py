@@ -59,12 +59,6 @@ class Stage:
     """Bytes of a microbatch's input from the previous stage."""
     per_microbatch: Size
     """Bytes kept once for each microbatch: rotary tables and masks."""
-    later: Size
-    """Bytes per block that a split backward pass through one of the stages keeps for the gradients of weights."""
-    later_end: Size
-    """The same of the norm before the head."""
-    input_pass: Size
-    """Peak of the first half of a block's split backward pass."""
     waits_more: Size
     """Bytes that a waiting microbatch keeps on average beyond those of one that passes all stages of the rank."""
     in_forward: Size | None = None
@@ -73,7 +67,8 @@ class Stage:
 
     @property
     def all_later(self) -> Size:
-        return self.later * sum(count for _, count in self.blocks) + self.later_end
+        """Bytes that a split backward pass through one of the stages keeps for the gradients of weights."""
+        return sum(unit.passes.later * count for unit, count in self.blocks) + self.end.later
 
     @property
     def kept(self) -> Size:

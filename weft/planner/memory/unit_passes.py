@@ -9,10 +9,19 @@ import numpy as np
 
 from weft.job.schema import Job, Model
 from weft.planner.engine_constants import FP8_ALIGNMENT, FP8_LOGITS_CHUNKS, LOGITS_BYTES
-from weft.planner.memory.block_trace import BlockBytes, block_bytes, coded_pass, input_pass_bytes, selective_kept
+from weft.planner.memory.block_trace import BlockBytes, block_bytes, coded_pass, selective_kept, with_split_pass
 from weft.planner.memory.expert_trace import Mixture
 from weft.planner.memory.head_trace import head_bytes
-from weft.planner.memory.live_bytes import CODED_BYTES, FP32_BYTES, LearnedScores, PassBytes, Sizes
+from weft.planner.memory.live_bytes import (
+    CODED_BYTES,
+    FP32_BYTES,
+    PASS_ROWS,
+    LearnedScores,
+    PassBytes,
+    Sizes,
+    norm_bytes,
+    norm_gradient,
+)
 from weft.planner.model.fp8 import delayed_scales, fp8_head_blocks
 from weft.planner.model.model_facts import Size
 from weft.planner.plan import Plan
@@ -31,12 +40,10 @@ class Passes:
     head_grad: Size
     hidden: Size
     per_microbatch: Size
-    later: Size
-    """Bytes of a block that a split backward pass keeps for the gradients of weights."""
-    later_end: Size
-    """Of the norm before the head."""
-    input_pass: Size
-    """The peak of the first half of a block's split backward pass."""
+    between: Size
+    """Bytes that the norm between an encoder and a decoder keeps."""
+    between_back: Size
+    """Those of its backward pass."""
     distances: Size
     """Bytes of scores by distance (t5), which all blocks of an encoder or decoder read."""
     masks: Size
@@ -46,7 +53,7 @@ class Passes:
         """All numbers as rows of one array, [rows, layouts]."""
         blocks = [b for b in (self.dense, self.routed) if b is not None]
         parts = [p for modes in blocks for p in modes] + [self.begin, self.end]
-        rows = [x for p in parts for x in (p.kept, p.forward, p.backward, p.inner)]
+        rows = [getattr(p, row) for p in parts for row in PASS_ROWS]
         rows += [getattr(self, name) for name in SINGLE_ROWS]
         size = np.size(self.hidden)
         return np.stack([np.broadcast_to(np.asarray(row, float), size) for row in rows])
@@ -57,21 +64,21 @@ class Passes:
         where some blocks are not recomputed."""
 
         def part(row: int) -> PassBytes:
-            return PassBytes(*table[row : row + 4].take(columns, axis=1))
+            return PassBytes(*table[row : row + each].take(columns, axis=1))
 
-        last = 8 + len(SINGLE_ROWS)
+        each, last = len(PASS_ROWS), len(table) - len(SINGLE_ROWS)
         code, blocks = int(recompute[0]) if len(recompute) else 0, []
-        same, numbers = np.all(recompute == code), np.arange(4)[:, None]
-        for row in range(0, len(table) - last, 12):
-            chosen = part(row + 4 * code) if same else PassBytes(*table[row + 4 * recompute + numbers, columns])
+        same, numbers = np.all(recompute == code), np.arange(each)[:, None]
+        for row in range(0, last - 2 * each, 3 * each):
+            chosen = part(row + each * code) if same else PassBytes(*table[row + each * recompute + numbers, columns])
             blocks.append((chosen, part(row)) if partly else (chosen,))
-        rest = table[-last:].take(columns, axis=1)
         return cls(
-            blocks[0], blocks[1] if len(blocks) > 1 else None, PassBytes(*rest[:4]), PassBytes(*rest[4:8]), *rest[8:]
+            blocks[0], blocks[1] if len(blocks) > 1 else None, part(last - 2 * each), part(last - each),
+            *table[last:].take(columns, axis=1),
         )  # fmt: skip
 
 
-SINGLE_ROWS = ("head_grad", "hidden", "per_microbatch", "later", "later_end", "input_pass", "distances", "masks")
+SINGLE_ROWS = ("head_grad", "hidden", "per_microbatch", "between", "between_back", "distances", "masks")
 """Fields of Passes that are one number for each layout."""
 MAX_SCORES = 1 << 24
 """Scores that attention on a CPU holds at once (models/attention.py)."""
@@ -185,10 +192,12 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
     routed = block_bytes(m, z, mix) if mix is not None else None
     hidden = z.rows * z.dim * z.c
     table = 0.0 * z.tokens
+    between = PassBytes(table, table, table)
     if m.is_encoder_decoder:
         table = z.scores * float(seq) * seq * z.c / layouts.cp
         routed = block_bytes(m, replace(z, cross=True))
         hidden = 2 * hidden
+        between = norm_bytes(m, z)
     rotary = float(FP32_BYTES * seq * (m.head_dim or 0)) * (layouts.microbatch if job.data.separates_documents else 1)
     per_microbatch = (rotary if m.positions == "rope" else 8.0 * seq) + 0.0 * z.tokens
     masks = layouts.microbatch * float(seq) * seq * job.data.separates_documents
@@ -205,24 +214,16 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
         end = _compiled_head(job, z, vocab)
     if z.coded:  # the head keeps the last block's output as it is
         end = replace(end, kept=end.kept + z.rows * z.dim * (z.c - CODED_BYTES))
-    gates = 2 if m.gated else 1
-    wide = z.ffn if mix is None else (mix.uses * mix.ffn + z.tokens * mix.shared) / z.tokens
-    in_fp32 = not z.fused and m.norm != "layernorm"
-    of_norm = (FP32_BYTES if in_fp32 else z.c) * z.rows * z.dim
-    sums = 1 if m.parallel_residual else 2  # whose gradient is that of what is added
-    later = z.tokens * z.c * (z.heads + 2 * z.kv + gates * wide) + sums * hidden + 2 * of_norm
-    if m.norm_at == "both":
-        later = later + 2 * of_norm
-    if m.qk_norm:
-        later = later + (FP32_BYTES if in_fp32 else z.c) * z.tokens * (z.heads + z.kv)
     begin = _embedding(m, z, layouts)
     if m.is_encoder_decoder:
         begin = PassBytes(2 * begin.kept, 2 * begin.forward, begin.backward)
-    blocks = dense if routed is None else routed
-    split = 0.0 * later if flags["long"] or flags["compiled"] or z.coded else input_pass_bytes(m, z, mix)
-    input_pass = np.maximum(blocks[0].backward, split)
+    traced = not (flags["long"] or flags["compiled"])
+    dense = with_split_pass(dense, m, z, None, traced and routed is None)
+    if routed is not None:
+        routed = with_split_pass(routed, m, replace(z, cross=m.is_encoder_decoder), mix, traced)
+    end = replace(end, later=norm_gradient(m, z, z.rows * z.dim))
     return Passes(
-        dense, routed, begin, end, head_grad, hidden, per_microbatch, later, of_norm, input_pass, table, masks
+        dense, routed, begin, end, head_grad, hidden, per_microbatch, between.kept, between.backward, table, masks
     )  # fmt: skip
 
 
@@ -326,11 +327,13 @@ def _mlp_passes(memory: PassTables, layouts: Layouts, flags: dict[str, Any]) -> 
     c, dim = FP32_BYTES if flags["fp32"] else 2, memory.job.model.dim or 0
     x = layouts.microbatch * float(dim) * c
     weight = dim * dim * c / layouts.tp
-    none, full = PassBytes(2 * x, 3 * x, 3 * x + weight), PassBytes(x, 3 * x, 4 * x + weight)
+    back = 3 * x + weight
+    none, full = PassBytes(2 * x, 3 * x, back, later=2 * x, input_pass=back), PassBytes(x, 3 * x, back + x)
     if memory.plan.activations == "fp8":
         stored = CODED_BYTES / c
-        none, full = replace(none, kept=2 * x * stored, backward=none.backward + x), replace(full, kept=x * stored)
+        none = replace(none, kept=2 * x * stored, backward=back + x, input_pass=back + x)
+        full = replace(full, kept=x * stored)
     loss = 3 * layouts.microbatch * float(dim) * FP32_BYTES
     zero = 0.0 * x
     return Passes(BlockBytes(none, none, full), None, PassBytes(zero, zero, zero), PassBytes(zero, loss, loss), zero, x,
-                  zero, 2 * x, zero, none.backward, zero, zero)  # fmt: skip
+                  zero, zero, zero, zero, zero)  # fmt: skip
