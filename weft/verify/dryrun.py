@@ -181,7 +181,8 @@ def make_batch(job: Job, plan: Plan) -> Batch:
 
 def _compare(job: Job, plan: Plan, mesh: Mesh, meter: Tracer, parts: dict[str, int], began: float) -> DryRun:
     memory, layouts, place = EngineMemory(job, plan, traced=True), Layouts.one(plan), Place.of(plan, mesh.rank)
-    states = {name: float(held[0]) for name, held in memory.states(layouts, place).items()}
+    group = memory.group(layouts, place)
+    states = {name: float(held[0]) for name, held in group.states(group.held).items()}
     peak = sum(float(held[0]) for part, held in memory.rank(layouts, place).items() if part != "runtime")
     traffic = traffic_of(job, plan, mesh.rank, at=math.inf)
     groups, expected = _names(mesh), Counter[tuple[str, str]]()

@@ -30,7 +30,8 @@ def test_memory_of_adapters(shards: int) -> None:
     assert counts is not None
     trained = count_trained(job.model)
     assert trained == 32 * 16 * (4096 + 4096 + 4096 + 1024)
-    states = EngineMemory(job, plan).states(Layouts.one(plan), Place(0))
+    group = EngineMemory(job, plan).group(Layouts.one(plan), Place(0))
+    states = group.states(group.held)
     held = {name: float(size[0]) * shards for name, size in states.items()}
     assert held["frozen"] == pytest.approx(2 * (counts.total - trained), rel=1e-3)
     assert held["parameters"] == 4 * trained

@@ -83,39 +83,8 @@ class EngineMemory:
         found = self._fullest(layouts, detail=True)
         return {part: found[part] for part in PARTS}
 
-    def states(self, layouts: Layouts, place: Place) -> dict[str, Size]:
-        """Bytes that one rank of one layout keeps between steps: exact, to the padding of shards."""
-        group = self._one(layouts, place)
-        return group.states(group.held())
-
-    def block_weights(self, layouts: Layouts, place: Place) -> tuple[float, float]:
-        """Bytes of the weights of one rank's blocks, and of the largest block."""
-        group = self._one(layouts, place)
-        found = group.block_weights(group.held())
-        return float(np.max(found.total)), float(np.max(found.largest))
-
-    def block_gradients(self, layouts: Layouts, place: Place) -> float:
-        """Bytes of the gradients of one rank that are not kept on the device."""
-        group = self._one(layouts, place)
-        return float(np.max(group.block_gradients(group.held())))
-
-    def step_facts(self, layouts: Layouts, place: Place) -> dict[str, Size]:
-        """Figures of one layout's rank: parameters before and after sharding, blocks, bytes that a block keeps on
-        average, microbatches in flight, and whether gradients stay in the compute dtype, as nothing is summed."""
-        group = self._one(layouts, place)
-        blocks, held = group.rank.counts.blocks, group.held()
-        stage = group.stage(self.tables.passes(layouts, group.flags), group.shared().states_of(slice(None)))
-        kept = sum(unit.passes.kept * count for unit, count in stage.blocks) / np.maximum(blocks, 1)
-        return {
-            "whole": held.whole, "held": held.held, "blocks": blocks, "kept": kept, "in_flight": group.rank.in_flight,
-            "alone": np.array([group.flags["alone"]]),
-        }  # fmt: skip
-
-    def keeps_gathered(self, layouts: Layouts) -> bool:
-        """Whether sharded weights of one layout stay gathered for the step: ZeRO 1 and 2, or a split backward."""
-        return bool(((layouts.zero < 3) | (SPLITS[layouts.schedule] & (layouts.pp > 1)))[0])
-
-    def _one(self, layouts: Layouts, place: Place) -> LayoutGroup:
+    def group(self, layouts: Layouts, place: Place) -> LayoutGroup:
+        """One rank of one layout: what it keeps, and what its step is made of."""
         rank, units = self._ranks(layouts, place)
         ((_, flags, ((_, regime),)),) = self._groups(rank)[1]
         return LayoutGroup(self.tables, rank, flags | regime, units)
@@ -207,7 +176,8 @@ class EngineMemory:
         sizes: Flags = {
             "fp32": fp32, "tp": layouts.tp > 1, "sequence": layouts.sequence, "sharded": sharded,
             "ep": layouts.ep > 1, "alone": alone, "buckets": ~sharded & (replicas | ~fp32) & ~alone, "retain": retain,
-            "compiled": self.compiled(layouts), "long": self.is_long(layouts),
+            "compiled": self.compiled(layouts),
+            "long": (chunk_tokens(self.job, layouts) > 0) | (layouts.offload == OFFLOADS.index("activations")),
         }  # fmt: skip
         step: Flags = {
             "piped": piped, "zero": _step_stage(layouts),
@@ -231,10 +201,6 @@ class EngineMemory:
             ]
             groups.append((slice(start, stop), flags(sizes, start), chunks))
         return order, groups
-
-    def is_long(self, layouts: Layouts) -> Size:
-        """Which layouts run blocks in chunks of tokens, or with their inputs offloaded to the host."""
-        return (chunk_tokens(self.job, layouts) > 0) | (layouts.offload == OFFLOADS.index("activations"))
 
 
 def _unique(key: Any) -> tuple[Any, Any, Any]:

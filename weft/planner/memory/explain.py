@@ -29,43 +29,46 @@ def explain_memory(job: Job, plan: Plan, limit_gib: float) -> str:
 
 
 def _terms(job: Job, plan: Plan, memory: EngineMemory, index: int) -> dict[str, str]:
-    layouts, place = Layouts.one(plan), Place(index)
-    states = {name: float(held[0]) for name, held in memory.states(layouts, place).items()}
-    facts = {name: float(value[0]) for name, value in memory.step_facts(layouts, place).items()}
+    group = memory.group(Layouts.one(plan), Place(index))
+    states = {name: float(held[0]) for name, held in group.states(group.held).items()}
+    whole_here, held_here, count = (
+        float(group.held.whole[0]),
+        float(group.held.held[0]),
+        float(group.rank.counts.blocks[0]),
+    )
     counts = count_parameters(job.model)
     every = human_count(counts.total if counts else 0)
     cuts = [f"{axis} {degree}" for axis, degree in (("tp", plan.tp), ("pp", plan.pp), ("ep", plan.ep)) if degree > 1]
-    here = human_count(facts["whole"])
+    here = human_count(whole_here)
     held = f"{every} parameters" + (f", {here} on this rank of {' × '.join(cuts)}" if cuts else "")
     shards = plan.dp_shard * plan.cp_cut
     cut = f" / {shards} shards" if shards > 1 else ""
     if shards > 1 and plan.ep > 1:  # experts have fewer shards than the rest
-        cut = f", {human_count(facts['held'])} of them in its shard"
+        cut = f", {human_count(held_here)} of them in its shard"
     computed = "fp16" if plan.precision == "fp16" else "bf16"
     master = "4 B (fp32 master)" + ("" if shards > 1 or plan.precision == "fp32" else f" + 2 B ({computed} copy)")
     if plan.split_master:
         master = f"2 B (bf16 weight) + {low_half_bytes(plan.states):g} B (low half of the fp32 master)"
     average = " + 4 B (ema)" if job.train.ema else ""
     whole = shards > 1 and plan.zero == 1 and plan.accumulation > 1
-    width = 2 if facts["alone"] else 4
-    own = human_count(facts["held"]) if plan.ep > 1 and shards > 1 else f"{here}{cut}"
+    width = 2 if group.flags["alone"] else 4
+    own = human_count(held_here) if plan.ep > 1 and shards > 1 else f"{here}{cut}"
     gradients = f"{here if whole else own} × {width} B"
     gradients += ": whole until the last microbatch is done" if whole else ", as far as they exist at the peak"
-    state = states["optimizer"] / max(facts["held"], 1.0)
+    state = states["optimizer"] / max(held_here, 1.0)
     tokens = plan.microbatch * (1 if job.model.is_stack else job.data.seq_len) / plan.cp
     stored = "in fp8, " if plan.activations == "fp8" else ""
-    blocks = (
-        f"{facts['blocks']:.0f} blocks × {facts['kept'] / GIB:.3f} GiB kept ({tokens:,.0f} tokens, {stored}recompute "
-    )
-    flight = f" × {facts['in_flight']:g} microbatches in flight" if plan.pp > 1 else ""
+    kept = float(group.kept()[0]) / max(count, 1) / GIB
+    blocks = f"{count:.0f} blocks × {kept:.3f} GiB kept ({tokens:,.0f} tokens, {stored}recompute "
+    flight = f" × {group.rank.in_flight[0]:g} microbatches in flight" if plan.pp > 1 else ""
     width = plan.compute_bytes
-    stay = f" + {here} × {width} B (gathered for the step)" if shards > 1 and memory.keeps_gathered(layouts) else ""
+    stay = f" + {here} × {width} B (gathered for the step)" if shards > 1 and group.flags["zero"] < 3 else ""
     moved = {
         "weights of the blocks being gathered": shards > 1, "gradients being reduced": shards > 1,
         "messages between stages": plan.pp > 1, "residuals of compression": plan.compression != "none",
     }  # fmt: skip
     parameters = f"{held}{cut} × ({master}{average}){stay}"
-    optimizer = f"{job.optim.name}: {human_count(facts['held'])} × {state:.3g} B"
+    optimizer = f"{job.optim.name}: {human_count(held_here)} × {state:.3g} B"
     if job.model.lora is not None:
         trained = f"{human_count(count_trained(job.model))} in adapters"
         parameters = f"{held}{cut}, frozen × {width} B, and {trained} × ({master}{average}){stay}"

@@ -11,13 +11,9 @@ import numpy as np
 
 from weft.hardware.probe import GIB
 from weft.job.optim import OPTIMIZERS
-from weft.planner.engine_constants import (
-    CODED_ELEMENTS,
-    PREFETCHED_MESSAGES,
-    STREAMED_PIECE_ELEMENTS,
-)
+from weft.planner.engine_constants import CODED_ELEMENTS, PREFETCHED_MESSAGES, STREAMED_PIECE_ELEMENTS, WEIGHT_UNITS
 from weft.planner.memory.compressed_bytes import CompressedLayouts
-from weft.planner.memory.layout_ranks import BlockWeights, Rank, SharedTables
+from weft.planner.memory.layout_ranks import Rank, SharedTables
 from weft.planner.memory.live_bytes import FP32_BYTES, PassBytes
 from weft.planner.memory.long_sequences import host_gib
 from weft.planner.memory.peak_walk import Walk
@@ -64,7 +60,9 @@ class LayoutGroup:
     def take(self, chosen: Any, flags: dict[str, Any]) -> LayoutGroup:
         """The same for some of the layouts, with their flags."""
         part = copy(self)
-        part.__dict__ = {name: value for name, value in part.__dict__.items() if name not in ("unit_here", "outside")}
+        part.__dict__ = {
+            name: value for name, value in part.__dict__.items() if name not in ("unit_here", "outside", "held")
+        }
         part.rank, part.flags = self.rank.take(chosen), flags
         part.layouts = part.rank.layouts
         part.begins, part.ends, part.tied, part.twin = (
@@ -75,6 +73,9 @@ class LayoutGroup:
     def shared(self) -> SharedTables:
         """What the layouts have in common."""
         return SharedTables(*self._distinct(), *self.tables.columns(self.layouts, self.flags))
+
+    def _passes(self, shared: SharedTables, chosen: slice) -> Passes:
+        return Passes.from_table(shared.passes, shared.columns[chosen], self.layouts.recompute, self.flags["partly"])
 
     def trace(self, detail: bool, shared: SharedTables, chosen: slice) -> Walk:
         """The walk through a step; the layouts are the `chosen` ones of a group that has the tables."""
@@ -88,8 +89,7 @@ class LayoutGroup:
             gradients_leave=self.plan.gradient_home != "device",
             updates=states["block update"] if self.plan.gradient_home == "released" else None,
         )  # fmt: skip
-        passes = Passes.from_table(shared.passes, shared.columns[chosen], layouts.recompute, flags["partly"])
-        stage = self.stage(passes, states)
+        stage = self.stage(self._passes(shared, chosen), states)
         between = {part: states[part] for part in ("parameters", "optimizer", "communication")}
         between["runtime"] = RUNTIME_BYTES[self.plan.device] + (WORKSPACE_BYTES if flags["compiled"] else 0.0)
         messages = PREFETCHED_MESSAGES * stage.hidden * rank.neighbours if flags["piped"] else 0.0
@@ -116,6 +116,7 @@ class LayoutGroup:
         walk.flash(states["update"])
         return walk
 
+    @cached_property
     def held(self) -> UnitSizes:
         """Sizes of everything on the rank."""
         u, (blocks, dense, *_) = self.unit_here, self.rank.counts
@@ -163,7 +164,7 @@ class LayoutGroup:
         return tuple(states), np.stack([np.broadcast_to(size, len(first)) for size in states.values()]), where
 
     def _distinct_states(self) -> dict[str, Size]:
-        job, layouts, held = self.job, self.layouts, self.held()
+        job, layouts, held = self.job, self.layouts, self.held
         bytes_ = self.states(held)
         here = {kind: 1.0 - sum(self.plan.shares_of(kind).values()) for kind in ("master", "moments", "averages")}
         """Share of the states of each kind that live on the device."""
@@ -180,15 +181,17 @@ class LayoutGroup:
         if self.plan.sync == "predict":  # the true weights and states, the sum in flight and two averages
             optimizer = optimizer + bytes_["optimizer"] + 4 * FP32_BYTES * held.trained_held
         width = self.compute_bytes if self.flags["alone"] else FP32_BYTES
+        blocks, largest = self.block_weights()
+        away = self.plan.weight_share * blocks  # in host memory, but for two blocks
         compressed = self.compressed()
         not_sent = 0.0 if compressed is None else compressed.residual * held.compressed
         out = {
             "parameters": masters + bytes_["frozen"] + bytes_["copies"] + bytes_["average"] * here["averages"]
-            - self.block_weights(held).freed(self.plan.weight_share),
+            - (away - np.minimum(away, WEIGHT_UNITS * largest)),
             "optimizer": optimizer,
             "communication": not_sent + (0.0 if compressed is None else compressed.noise),
             "not sent before": not_sent,
-            "gradients": bytes_["gradients"] - self.block_gradients(held),
+            "gradients": bytes_["gradients"] - self.block_gradients(),
             "update": np.maximum(held.scratch[0], (width if self.flags["tp"] else 0) * held.partial),
         }  # fmt: skip
         if self.flags["alone"] and not self.plan.tiered and not self._fused:  # torch's optimizers take them in fp32
@@ -241,16 +244,16 @@ class LayoutGroup:
         moments = OPTIMIZERS[optim.name].state_per_parameter(optim)
         return size + FP32_BYTES * moments * piece + CODING_BYTES * np.minimum(piece, CODED_ELEMENTS)
 
-    def block_gradients(self, held: UnitSizes) -> Size:
+    def block_gradients(self) -> Size:
         """Bytes of gradients that are not kept on the device."""
         if self.plan.gradient_home == "device":
             return 0.0
-        return self.states(held)["gradients"] - self.states(self.outside)["gradients"]
+        return self.states(self.held)["gradients"] - self.states(self.outside)["gradients"]
 
-    def block_weights(self, held: UnitSizes) -> BlockWeights:
+    def block_weights(self) -> tuple[Size, Size]:
         """Bytes of the weights of all blocks and of the largest one, with fp32 master weights that are copies."""
         if self.flags["sharded"]:
-            return BlockWeights(0.0, 0.0)
+            return 0.0, 0.0
         masters = 0 if self.flags["fp32"] or self.plan.split_master else FP32_BYTES
 
         def size(unit: UnitSizes) -> Size:
@@ -258,11 +261,11 @@ class LayoutGroup:
 
         u = self.unit_here
         if self.job.model.is_stack:
-            return BlockWeights(size(held), np.maximum(size(u["column"]), np.maximum(size(u["row"]), size(u["whole"]))))
+            return size(self.held), np.max([size(u[kind]) for kind in ("column", "row", "whole")], 0)
         largest = size(u["dense"]) * (self.rank.counts.dense > 0)
         if self.job.model.first_blocks is not None:
             largest = np.maximum(largest, size(u["routed"] + u["experts"]))
-        return BlockWeights(size(held) - size(self.outside), largest)
+        return size(self.held) - size(self.outside), largest
 
     def states(self, held: UnitSizes) -> dict[str, Size]:
         """Bytes that a rank keeps between steps: exact, to the padding of shards."""
@@ -339,6 +342,12 @@ class LayoutGroup:
             head_grad * self.tied, passes.hidden, passes.hidden * (stages - self.begins),
             per_microbatch, waits_more, in_forward, compressed,
         )  # fmt: skip
+
+    def kept(self) -> Size:
+        """Bytes that all blocks keep of a microbatch for its backward pass."""
+        shared, chosen = self.shared(), slice(None)
+        blocks = self.stage(self._passes(shared, chosen), shared.states_of(chosen)).blocks
+        return sum((unit.passes.kept * count for unit, count in blocks), 0.0 * self.rank.in_flight)
 
     def _offloaded(self, kinds: list[tuple[Unit, Size]]) -> list[tuple[Unit, Size]]:
         """The same with as much of what blocks keep in host memory as it has space for."""

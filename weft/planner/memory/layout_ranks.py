@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from weft.planner.engine_constants import WEIGHT_UNITS
 from weft.planner.memory.stage_blocks import BlockCounts
 from weft.planner.model.model_facts import Size
 from weft.planner.schedules.known_schedules import SCHEDULE_NAMES, SCHEDULES
@@ -79,20 +78,6 @@ def microbatches_by_schedule(layouts: Layouts, index: Size, *kinds: str) -> list
             for held, kind in zip(out, kinds, strict=True):
                 held[some] = np.minimum((getattr(entry, kind) or entry.in_flight)(*given), count)
     return [held.take(position) for held in out]
-
-
-@dataclass(frozen=True)
-class BlockWeights:
-    """Bytes of the weights of a rank's blocks."""
-
-    total: Size
-    largest: Size
-    """Of one block."""
-
-    def freed(self, share: float) -> Size:
-        """Device memory that is free where a share of them lives in host memory: two blocks are on the device."""
-        away = share * self.total
-        return away - np.minimum(away, WEIGHT_UNITS * self.largest)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
+import numpy as np
+
 from weft.hardware.probe import GIB
 from weft.job.errors import FitError
 from weft.job.optim import OPTIMIZERS
@@ -194,8 +196,8 @@ def place_states(job: Job, plan: Plan, limit_gib: float, spare: bool, reasons: l
     """The plan with the homes of its states. With `spare` they stay on the device as far as they fit."""
     layouts = Layouts.one(plan)
     none = replace(plan, host_share=0.0, disk_share=0.0, stream_gib=0.0, weight_share=0.0, gradient_home="device")
-    engine = EngineMemory(job, none)
-    held = {name: float(size[0]) / GIB for name, size in engine.states(layouts, Place(0)).items()}
+    rank = EngineMemory(job, none).group(layouts, Place(0))
+    held = {name: float(size[0]) / GIB for name, size in rank.states(rank.held).items()}
     low = held["parameters"] / 4 * low_half_bytes(plan.states) if plan.split_master else 0.0
     sizes = {"master": low, "moments": held["optimizer"], "averages": held["average"]}
     pinned = {
@@ -205,14 +207,14 @@ def place_states(job: Job, plan: Plan, limit_gib: float, spare: bool, reasons: l
     total = sum(gib for kind, gib in sizes.items() if kind not in plan.home_shares)
     released = EngineMemory(job, replace(none, gradient_home=plan.gradient_home))
     resident = float(released.peak(layouts)[0]) / GIB
-    gone = released.block_gradients(layouts, Place(0)) / GIB
+    gone = float(np.max(released.group(layouts, Place(0)).block_gradients())) / GIB
     gradients = gone if plan.gradient_home == "host" else 0.0
     share, least = plan.host_share if total else 0.0, plan.stream_gib
     if spare and share:
         share = min(1.0, max(0.0, (resident + least - limit_gib) / total * MARGIN))
     away = total * share + sum(pinned.values())
     least = min(least, away)
-    blocks, largest = (size / GIB for size in engine.block_weights(layouts, Place(0)))
+    blocks, largest = (float(np.max(size)) / GIB for size in rank.block_weights())
     excess = resident - away + least - limit_gib
     weights = _weight_share(job, plan, blocks, WEIGHT_UNITS * largest, excess)
     parked = min(plan.host_gib, _block_inputs(job, plan, layouts)) if plan.offloads_activations else plan.host_gib
@@ -258,8 +260,8 @@ KIND_NAMES = {"master": "low halves"}
 def _block_inputs(job: Job, plan: Plan, layouts: Layouts) -> float:
     """GiB that all blocks of the first rank keep for their backward pass."""
     without_host = job.model_copy(update={"memory": job.memory.model_copy(update={"host_gib": 0.0})})
-    facts = EngineMemory(without_host, plan).step_facts(layouts, Place(0))
-    return float(facts["kept"][0] * facts["blocks"][0] * facts["in_flight"][0]) / GIB
+    rank = EngineMemory(without_host, plan).group(layouts, Place(0))
+    return float((rank.kept() * rank.rank.in_flight)[0]) / GIB
 
 
 def _row(kind: str, home: str, gib: float, moved: float = 0.0, stored: float = 0.0) -> dict[str, Any]:

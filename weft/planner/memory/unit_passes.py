@@ -95,10 +95,6 @@ class PassTables:
         self._known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
         """Sorted keys of microbatches and degrees, and the table of each."""
 
-    def passes(self, layouts: Layouts, flags: dict[str, Any]) -> Passes:
-        """The passes of all units for one microbatch of each layout."""
-        return Passes.from_table(*self.columns(layouts, flags), layouts.recompute, flags["partly"])
-
     def columns(self, layouts: Layouts, flags: dict[str, Any]) -> tuple[Any, Any]:
         """The table of passes, and each layout's column in it."""
         key = ((layouts.microbatch * 2048 + layouts.tp) * 8192 + layouts.cp) * 2048 + layouts.ep
