@@ -63,6 +63,8 @@ class Slot:
         self.pinned: bool | None = None
         """Whether a GPU can copy into it asynchronously; None: not tried yet."""
         self._pinning = threading.Lock()
+        self._regions: list[Tensor] = []
+        """Page-locked parts of the memory."""
         self.copied: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self.copy_s = 0.0
         self._uncopied: dict[str, Tensor] = {}
@@ -97,7 +99,7 @@ class Slot:
                 return
             if not self.populated and torch.cuda.is_initialized():
                 map_pages(self.memory)
-            parts, done = self.memory.split(REGION_BYTES), list[Tensor]()
+            parts, done = self.memory.split(REGION_BYTES), self._regions
             for part in parts:
                 began = time.perf_counter()
                 if not register(part):
@@ -112,6 +114,16 @@ class Slot:
                 weakref.finalize(self, unregister, done).atexit = False
             else:
                 unregister(done)
+                done.clear()
+
+    def unpin(self, pause: float = 0.0) -> None:
+        """Undo pin(), which takes as long."""
+        with self._pinning:
+            while self._regions:
+                began = time.perf_counter()
+                unregister([self._regions.pop()])
+                time.sleep(pause * (time.perf_counter() - began))
+            self.pinned = None
 
     def unseal(self) -> None:
         SEAL.pack_into(self.bytes, 8, 0)
@@ -211,6 +223,17 @@ def pin_in_background(slots: list[Slot], device: torch.device) -> None:
         with _on(device):
             for slot in slots:
                 slot.pin()
+
+    threading.Thread(target=run, name="snapshots", daemon=True).start()
+
+
+def unpin_in_background(slots: list[Slot], device: torch.device) -> None:
+    """Release the memory of snapshots that are no longer used, beside training."""
+
+    def run() -> None:
+        with _on(device):
+            while slots:
+                slots.pop().unpin(PIN_PAUSE)
 
     threading.Thread(target=run, name="snapshots", daemon=True).start()
 

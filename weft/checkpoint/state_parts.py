@@ -94,12 +94,12 @@ def load_chain(chain: Sequence[Slot], shards: Mapping[str, Tensor], repeat: Repe
     """Fill the shards in place with the state of the last snapshot."""
     restored: set[str] = set()
     for slot in chain:
-        slot.pin()
         found = {w: slot.views[GRADIENT + w] for w in restored if GRADIENT + w in slot.views}
         if found and repeat is not None:
-            grads = {w: grad.to(shards[f"model.{w}"].device) for w, grad in found.items()}
-            device = next(iter(grads.values())).device
-            factor, taken = (slot.views[name].to(device) for name in (FACTOR, TAKEN))
+            device = shards[f"model.{next(iter(found))}"].device
+            grads = {w: torch.empty_like(grad, device=device) for w, grad in found.items()}
+            factor, taken = (torch.empty_like(slot.views[name], device=device) for name in (FACTOR, TAKEN))
+            slot.read({f"{GRADIENT}{w}": grad for w, grad in grads.items()} | {FACTOR: factor, TAKEN: taken})
             repeat(AppliedUpdate(slot.meta["lr"], factor, taken, grads))
         slot.read({n: shards[n] for n in slot.views if n in shards})
         restored |= {n.removeprefix("model.") for n in slot.views if n.startswith("model.")}
