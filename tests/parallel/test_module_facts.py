@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.parity import make_job
 from torch import Tensor, nn
 
@@ -47,6 +48,30 @@ class WrongSizes(Stack):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return super().forward(inputs) + self.embed(inputs)
+
+
+class Untrained(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+class Lazy(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.LazyLinear(256)  # type: ignore[assignment]
+
+
+class Complex(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.zeros(DIM, dtype=torch.complex64))
+
+
+class Scalar(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
 
 
 NOT_OURS: dict[str, Any] = dict.fromkeys(("family", "dim", "layers", "heads", "kv_heads", "ffn", "vocab"))
@@ -100,11 +125,21 @@ def test_a_module_that_cannot_be_traced_is_planned_without(name: str, caplog: py
         ("model.module=nowhere:Nothing", "cannot import nowhere"),
         ("model.args={nothing: 1}", "model.args does not fit"),
         ("data.source=test_module_facts:Nothing", "has no function or class 'Nothing'"),
+        ("model.module=test_module_facts:Untrained", "Untrained has no weights to train; all of them are frozen"),
+        ("model.module=test_module_facts:Lazy", "Lazy has a lazy layer, and the size of head.weight is not known"),
+        ("model.module=test_module_facts:Complex", r"Complex has complex weights \(phase\)"),
+        ("model.module=test_module_facts:Scalar; parallel.dp_shard=2", "parameter scale has no dimension to cut"),
+        ("parallel={tp: 2}", "Stack has no table of parts, and no two linear layers"),
+        ("model.module=test_module_facts:ReadsValues; parallel={pp: 2}", "cannot be cut into pipeline stages"),
+        (
+            "parallel={pp: 2, virtual_stages: 8, schedule: interleaved-1f1b}; train.accumulation=2",
+            "has 10 parts with weights .* makes 16 stages",
+        ),
     ],
 )
 def test_what_a_run_would_refuse_is_refused_by_its_plan(change: str, says: str) -> None:
     with pytest.raises(JobError, match=says):
-        weft.plan(job("Stack", change), 2)
+        weft.plan(job("Stack", *change.split("; ")), 2)
 
 
 def test_a_plan_is_made_where_the_data_is_not() -> None:

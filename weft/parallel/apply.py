@@ -16,7 +16,6 @@ from weft.comm.background import BackgroundWorker
 from weft.comm.shards import sharded_axes
 from weft.job.compression import parse_compression
 from weft.job.errors import JobError
-from weft.job.registry import listed
 from weft.memory import Fp8Codec, Fp8HostOffload, HostOffload, recompute, recomputed_units, run_in_chunks, save_as_fp8
 from weft.memory.split_master import split_parameters
 from weft.memory.weight_stream import WeightStream, streamed_units
@@ -40,9 +39,9 @@ from weft.parallel.expert.expert_parallel import (
     shard_experts,
     spread_experts,
 )
-from weft.parallel.fp8 import DelayedScales, check_skip, recipe_of, use_fp8, use_fp8_head
+from weft.parallel.fp8 import DelayedScales, recipe_of, use_fp8, use_fp8_head
+from weft.parallel.model_checks import check_model, cut_into_stages, find_tower, refuse_scalars
 from weft.parallel.pipeline.executor import Pipelined
-from weft.parallel.pipeline.module_stages import ModuleStages
 from weft.parallel.spread_model import SpreadModel
 from weft.parallel.tables.sharded_tables import spread_tables
 from weft.parallel.tensor import split_tensors
@@ -73,22 +72,15 @@ def parallelize(
     if (axis := mesh.axis(plan.joint_axis)) is not None and plan.compression != "none":
         # attention uses the group of cp at the same time, and fake peers need no worker
         worker = BackgroundWorker(mesh.device, synchronous=axis.name == "cp" or dist.get_backend(axis.group) == "fake")
-    own = None
-    if pp is not None and not hasattr(model, "keep"):
-        stages_of_pp = plan.pp * plan.virtual_stages
-        own = ModuleStages(model, list(find_units(model)), stages_of_pp, plan.split, getattr(model, "given", None))
+    check_model(model, plan)
+    own = cut_into_stages(model, plan)
+    if own is not None:
         model.stage_units = own.units  # type: ignore[assignment]
         with torch.no_grad():
             for value in (*model.parameters(), *model.buffers()):
                 value.copy_(same_everywhere(value.to(mesh.device), mesh))
     split = plan.split if own is None else ()  # that of a module counts its parts with weights
     recomputed = recomputed_units(list(find_units(model)), plan.recompute, plan.pp * plan.virtual_stages, split)
-    if plan.activations != "exact" and not find_units(model):
-        raise JobError(
-            f"memory.activations={plan.activations} stores what blocks save, and {type(model).__name__} has none; put "
-            "them into an nn.ModuleList or nn.Sequential, or give it an attribute units"
-        )
-    check_skip(model, plan)
     tables = spread_tables(model, mesh, plan, seed)
     weights = WeightStream(mesh.device)
     load = ExpertLoad(model, mesh.device, mesh.everyone, plan.ep)
@@ -126,7 +118,7 @@ def spread_towers(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, summed: b
     towers = []
     for row in plan.towers:
         name = row["name"]
-        tower, own = _find_tower(model, name, row["ranks"] < mesh.world), mesh.towers.get(name)
+        tower, own = find_tower(model, name, row["ranks"] < mesh.world), mesh.towers.get(name)
         trained = any(p.requires_grad for p in tower.parameters())
         if own is not None:
             degrees = {axis: row[axis] for axis in (*TOWER_AXES, "zero")}
@@ -144,22 +136,6 @@ def spread_towers(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, summed: b
     rest = spread_stage(model, mesh, plan, seed, {}, summed)
     frozen = rest.frozen | {made.prefix + n: p for made in towers for n, p in made.frozen.items()}
     return TowerModel(**{**vars(rest), "frozen": frozen}, towers=tuple(towers))
-
-
-def _find_tower(model: nn.Module, name: str, moved: bool) -> nn.Module:
-    """The submodule of a tower. `moved`: some ranks do not hold it."""
-    try:
-        tower = model.get_submodule(name)
-    except AttributeError:
-        names = listed(n for n, child in model.named_children() if any(True for _ in child.parameters()))
-        raise JobError(f"parallel.towers names {name}, and {type(model).__name__} has {names}") from None
-    inside = {id(p) for p in tower.parameters()}
-    outside = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if not n.startswith(f"{name}.")}
-    if inside & outside:
-        raise JobError(f"parallel.towers: {name} shares weights with the rest of the model; leave it out")
-    if moved and any(b.numel() for b in tower.buffers()):
-        raise JobError(f"parallel.towers.{name}.ranks: {name} has buffers, which all ranks need; leave ranks out")
-    return tower
 
 
 def spread_stage(
@@ -214,7 +190,7 @@ def spread_stage(
         elif plan.compile:
             compile_parts(unit, together or getattr(model, "compiled", ()))
         if sharded:
-            _refuse_scalars(unit)
+            refuse_scalars(unit)
             shard_experts(modules, mesh, plan, dtype)
             # with compression, shards are summed over their replicas by the compressor
             copied = between if worker is None else ()
@@ -304,12 +280,6 @@ def compile_parts(unit: nn.Module, parts: tuple[str, ...], backend: str = "induc
     allow_variants(MAX_VARIANTS)
     for part in parts:
         setattr(unit, part, torch.compile(getattr(unit, part), dynamic=False, backend=backend))
-
-
-def _refuse_scalars(unit: nn.Module) -> None:
-    for name, param in unit.named_parameters():
-        if param.dim() == 0:
-            raise JobError(f"the parameter {name} has no dimension to cut; give it the shape [1], or use dp_replicate")
 
 
 def _can_cut_sequence(model: nn.Module) -> bool:

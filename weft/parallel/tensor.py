@@ -176,31 +176,42 @@ SHARDING_ROLES = ("column", "row", "vocab", "vocab_head")
 """Roles that shard weights; a table needs at least one of them."""
 
 
-def split_tensors(split: TensorSplit, model: nn.Module, modules: list[tuple[str, nn.Module]]) -> None:
-    """Shard these modules of a model by its table of roles."""
-    stage = hasattr(model, "keep") or hasattr(model, "stage")
-    table: dict[str, str] | None = getattr(model, "parts", None)
-    if table is None:
-        table = model.parts = infer_parts(model)  # type: ignore[assignment]
-    if not table and not stage:
+def check_parts(model: nn.Module) -> None:
+    """Refuse a model that has nothing to split, or whose table of parts does not fit it."""
+    table = _table(model)
+    if not table:
         raise JobError(
             f"{type(model).__name__} has no table of parts, and no two linear layers with an activation between them, "
             "so parallel.tp must be 1; for tp give the class an attribute `parts` such as {'*.up': 'column', "
             "'*.down': 'row'}"
         )
-    regions = {name for name, _ in model.named_modules() if _role(table, name) == "region"}
-    # the table is for all stages, and one of them may have no sharded module
-    if not stage and not any(_role(table, name) in SHARDING_ROLES for name, _ in model.named_modules()):
+    if not any(_role(table, name) in SHARDING_ROLES for name, _ in model.named_modules()):
         example = next((n for n, m in model.named_modules() if isinstance(m, nn.Linear)), "layers.0.up")
         raise JobError(
             f"the table of parts of {type(model).__name__} cuts none of its modules ({', '.join(table)}); write "
             f"patterns that fit their paths, such as {example!r}"
         )
-    if not stage:
-        _check_patterns(model, table)
+    _check_patterns(model, table)
+
+
+def split_tensors(split: TensorSplit, model: nn.Module, modules: list[tuple[str, nn.Module]]) -> None:
+    """Shard these modules of a model by its table of roles."""
+    stage = hasattr(model, "keep") or hasattr(model, "stage")
+    if not stage:  # the table is for all stages, and one of them may have no sharded module
+        check_parts(model)
+    table = _table(model)
+    regions = {name for name, _ in model.named_modules() if _role(table, name) == "region"}
     for name, module in modules:
         if role := _role(table, name):
             ROLES[role](split, PartModule(model, name, module, regions))
+
+
+def _table(model: nn.Module) -> dict[str, str]:
+    """The roles of a model's modules, by pattern."""
+    if getattr(model, "parts", None) is None:
+        model.parts = infer_parts(model)  # type: ignore[assignment]
+    table: dict[str, str] = model.parts  # type: ignore[assignment]
+    return table
 
 
 def _check_patterns(model: nn.Module, table: dict[str, str]) -> None:

@@ -24,7 +24,7 @@ from weft.job.schema import Job
 from weft.memory.tensor_tracer import Tracer
 from weft.memory.tensor_tracer_internals import fake_tensors, quiet_tracing
 from weft.mesh import Mesh, ranks_of_a_node
-from weft.models.build_model import build_model, loss_sum
+from weft.models.build_model import build_model, loss_sum, meta_model
 from weft.models.user.module import given_parameters
 from weft.optim.build_optimizers import Optimizers, build_optimizers
 from weft.optim.ema import Ema
@@ -34,6 +34,7 @@ from weft.parallel.apply import parallelize
 from weft.parallel.data.data_parallel import Replicas
 from weft.parallel.data.delayed_sums import PredictedSums
 from weft.parallel.data.local_sgd import EveryStep, Rounds
+from weft.parallel.model_checks import check_model, cut_into_stages
 from weft.parallel.pipeline.executor import Pipelined
 from weft.parallel.spread_model import SpreadModel
 from weft.parallel.units import find_units
@@ -49,8 +50,8 @@ def build_state(job: Job, plan: Plan, mesh: Mesh, weights: InitialWeights | None
     """The state of a run at step 0, with random weights or those that `weights` fills in."""
     module = build_model(job.model, job.train.seed)
     units = tuple(find_units(module))
-    if job.model.module and plan.pp > 1:  # the forward is cut as it is called with the samples
-        module.given = given_parameters(module, open_dataset(job).train(0), job.model)  # type: ignore[assignment]
+    if job.model.module and plan.pp > 1:
+        _call_as_given(module, job, open_dataset(job))
     spread_model = parallelize(module, mesh, plan, job.train.seed, bare_gradients=True)
     late = plan.split_master or plan.weight_share > 0
     if weights is not None and not late:
@@ -158,7 +159,10 @@ def with_prediction(job: Job, plan: Plan, dataset: Dataset | None = None) -> Pla
     try:
         with warnings.catch_warnings(), quiet_tracing(), fork_rng(devices=[]):  # the run draws what it would without
             warnings.simplefilter("ignore")
-            facts = module_facts(job, plan, dataset or _dataset_here(job))
+            data = dataset or _dataset_here(job)
+            if dataset is None:  # a run has checked its module
+                check_module(job, plan, data)
+            facts = module_facts(job, plan, data)
     except Exception as error:  # the run itself reports it, if it is a fault
         if dataset is None and isinstance(error, JobError):
             raise
@@ -171,6 +175,20 @@ def with_prediction(job: Job, plan: Plan, dataset: Dataset | None = None) -> Pla
         why = f"{plan.device_name} has {limit:.1f} GiB, and more is predicted; a smaller train.microbatch needs less"
         plan = replace(plan, reasons=(*plan.reasons, why))
     return replace(plan, predicted=predicted)
+
+
+def _call_as_given(module: nn.Module, job: Job, dataset: Dataset) -> None:
+    """Let the forward be cut into stages as it is called with the samples."""
+    module.given = given_parameters(module, dataset.train(0), job.model)  # type: ignore[assignment]
+
+
+def check_module(job: Job, plan: Plan, dataset: Dataset) -> None:
+    """Refuse a person's own module that cannot be trained as the plan says."""
+    module = meta_model(job.model)
+    check_model(module, plan)
+    if plan.pp > 1:
+        _call_as_given(module, job, dataset)
+        cut_into_stages(module, plan)
 
 
 def _dataset_here(job: Job) -> Dataset:
