@@ -115,6 +115,11 @@ def test_null_and_false_keys_are_accepted() -> None:
     read_fields({**CONFIG, "final_logit_softcapping": None, "some_new_switch": False}, "config.json")
 
 
+def test_null_architectures_are_those_of_the_kind(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "architectures": None}))
+    assert weft.from_hf(str(folder))  # type: ignore[attr-defined]
+
+
 class Payload:
     """Runs a command when it is unpickled."""
 
@@ -155,6 +160,12 @@ def integers(folder: Path) -> None:
     save_file({**tensors, "model.norm.weight": torch.ones(64, dtype=torch.int8)}, folder / "model.safetensors")
 
 
+def bare_fp8(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name].to(torch.float8_e4m3fn)}, folder / "model.safetensors")
+
+
 def strange_name(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "../../etc/passwd": torch.ones(2)}, folder / "model.safetensors")
@@ -180,6 +191,7 @@ def deep_index(folder: Path) -> None:
         (out_of_range, "model.safetensors is not a file of weights"),
         (huge_header, "model.safetensors is not a file of weights"),
         (integers, "holds model.norm.weight as I8; Weft reads fp32, fp16 and bf16"),
+        (bare_fp8, "holds model.layers.0.mlp.up_proj.weight in fp8 without the scales of its blocks"),
         (strange_name, "holds '../../etc/passwd', which a model of Llama 2 and 3 does not have"),
         (index_of("../other/model.safetensors"), "names '../other/model.safetensors', which is not a file inside"),
         (index_of("/etc/passwd"), "names '/etc/passwd', which is not a file inside its folder"),

@@ -57,6 +57,10 @@ class OpenFile:
             raise JobError(f"{self.path} holds {name} as {kind}; Weft reads fp32, fp16 and bf16")
         return found
 
+    def is_fp8(self, name: str) -> bool:
+        """Whether a tensor is in fp8, which needs scales; .bin files with fp8 are refused by dtype()."""
+        return not isinstance(self.inner, dict) and self.inner.get_slice(name).get_dtype() == "F8_E4M3"
+
     def tensor(self, name: str) -> Tensor:
         tensor: Tensor = self.inner[name] if isinstance(self.inner, dict) else self.inner.get_tensor(name)
         return tensor
@@ -110,7 +114,7 @@ class PretrainedWeights:
         config = read_json(self.folder / CONFIG)
         written_by, fields = read_fields(config, str(self.folder / CONFIG))
         self.family = family_of(written_by.kind, labels=bool(model.classes))
-        self.may_lack = self.family.fresh if self.family.architecture not in config.get("architectures", ()) else ()
+        self.may_lack = self.family.fresh if self.family.architecture not in (config.get("architectures") or ()) else ()
         self.new_labels = model.is_classifier and fields.get("vocab") != model.vocab
         """Whether the head has other labels than the files."""
         quantization = config.get("quantization_config") or {}
@@ -143,6 +147,7 @@ class PretrainedWeights:
         """Find every tensor, and refuse files that lack one, hold another or hold one of another shape."""
         found: dict[str, str] = {}
         shapes: dict[str, Shape] = {}
+        fp8: set[str] = set()
         expected = {t.name for t in self.tensors}
         for file in self.files.files:
             with open_file(self.folder / file, self.files.format) as opened:
@@ -150,9 +155,10 @@ class PretrainedWeights:
                     if self.files.listed is not None and self.files.listed.get(name) != file:
                         raise JobError(f"{self.folder / file} holds {name!r}, which the index does not list for it")
                     found[name] = file
+                    shapes[name] = opened.shape(name)
                     if not self._is_ignored(name):
-                        shapes[name] = opened.shape(name)
                         opened.dtype(name)
+                        fp8 |= {name} if opened.is_fp8(name) else set()
         today = {n: self._name_today(n) for n in found}
         bare = self.family.prefix
         if not any(n.startswith(bare) for n in found) and any(bare + n in expected for n in today.values()):
@@ -179,6 +185,8 @@ class PretrainedWeights:
                 raise JobError(
                     f"{self.folder} holds {tensor.name} as {list(have or ())}, and its config asks for {list(need)}"
                 )
+            if self.where[tensor.name][1] in fp8:
+                self._check_scales(tensor.name, have, shapes)
         expected |= {name + SCALES for name in self.packed}
         for name in self.where:
             if name not in expected and not self._is_ignored(name):
@@ -227,17 +235,20 @@ class PretrainedWeights:
             if (target := targets.get(part.name)) is not None:
                 copy_part(part, value, target)
 
+    def _check_scales(self, name: str, shape: Shape, shapes: Mapping[str, Shape]) -> None:
+        """Refuse a tensor in fp8 whose blocks do not all have a scale."""
+        if name + SCALE not in self.where or len(shape) != 2 or not self.blocks:
+            raise JobError(f"{self.folder} holds {name} in fp8 without the scales of its blocks")
+        needed = tuple(-(-size // block) for size, block in zip(shape, self.blocks, strict=True))
+        have = shapes[self.where[name + SCALE][1]]
+        if have != needed:
+            raise JobError(f"{self.folder} holds {name + SCALE} as {list(have)} instead of {list(needed)}")
+
     def _unscaled(self, content: Tensor, name: str) -> Tensor:
         """A matrix in fp8 times the scales of its blocks, in fp32."""
-        if name + SCALE not in self.where or content.dim() != 2 or not self.blocks:
-            raise JobError(f"{self.folder} holds {name} in fp8 without the scales of its blocks")
         file, there = self.where[name + SCALE]
         with open_file(self.folder / file, self.files.format) as opened:
-            scales = opened.tensor(there).float()
-        needed = tuple(-(-size // block) for size, block in zip(content.shape, self.blocks, strict=True))
-        if tuple(scales.shape) != needed:
-            raise JobError(f"{self.folder} holds {name + SCALE} as {list(scales.shape)} instead of {list(needed)}")
-        return expand_fp8(content, scales, self.blocks)
+            return expand_fp8(content, opened.tensor(there).float(), self.blocks)
 
     def _copy_packed(self, opened: OpenFile, tensor: FileTensor, targets: Mapping[str, Tensor]) -> None:
         """The matrices of experts in MXFP4, one expert at a time."""
