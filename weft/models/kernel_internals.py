@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -47,3 +48,9 @@ def allow_variants(count: int) -> None:
     import torch._dynamo.config as config
 
     config.recompile_limit = max(config.recompile_limit, count)
+
+
+def import_compiler() -> None:
+    """Import what torch.compile imports when a model is compiled, which takes seconds: a spare does it while it waits.
+    Not before the fork, because it may start threads."""
+    import_module("torch._inductor.compile_fx")

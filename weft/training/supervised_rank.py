@@ -80,6 +80,10 @@ class SupervisedRank:
         from weft.comm.teardown import freeze_imports, freeze_more, leave
         from weft.mesh import open_device
 
+        if plan.compile:
+            from weft.models.kernel_internals import import_compiler
+
+            import_compiler()
         freeze_imports()
         open_device(plan)
         number, phase = 0, "spare"
