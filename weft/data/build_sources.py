@@ -17,6 +17,7 @@ from weft.data.formats.record_files import (
     read_records,
     record_format,
 )
+from weft.data.shard_patterns import expand
 from weft.job.errors import JobError
 from weft.job.token_files import PARTS, TOKENS
 
@@ -69,7 +70,7 @@ Part = tuple[ByteRange, ...]
 def find_files(sources: Sequence[str | Path], out: Path) -> list[SourceFile]:
     """Every file of the sources in the order given, a folder's files sorted by path."""
     files: list[SourceFile] = []
-    for source in sources:
+    for source in (each for named in sources for each in (expand(Path(named)) if "{" in str(named) else (named,))):
         path = Path(source)
         if str(source).startswith(HUB_PREFIX) and not path.exists():
             files += [_describe(p) for p in hub_dataset_files(str(source))]

@@ -12,6 +12,7 @@ from weft.data.formats.streamed_files import StreamedDataset
 from weft.data.growing import GrowingDataset
 from weft.data.mixture import MixedDataset, SourceShares, TaskDataset, describe_shares
 from weft.data.order import OrderedDataset, SampleOrder, indices_of
+from weft.data.shard_patterns import first_missing
 from weft.data.sources import (
     SOURCE_KINDS,
     SOURCE_NAMES,
@@ -65,7 +66,9 @@ def is_local(job: Job) -> bool:
 def has_missing_files(job: Job) -> bool:
     """Whether a source is one of files, and they are not on this machine."""
     named = {name for kind in SOURCE_KINDS for name in kind.names}
-    return any(not is_user_dataset(source) and not Path(source).exists() for source in _sources(job) - named)
+    return any(
+        not is_user_dataset(source) and first_missing(Path(source)) is not None for source in _sources(job) - named
+    )
 
 
 def _sources(job: Job) -> set[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from weft.data.build_store import build, build_settings
 from weft.data.cache_folder import cache_folder
 from weft.data.formats.huggingface_datasets import HUB_PREFIX
+from weft.data.shard_patterns import first_missing
 from weft.job.errors import JobError, MachineError
 from weft.job.schema import Data
 from weft.job.token_files import META
@@ -17,8 +18,8 @@ from weft.job.token_files import META
 
 def settings_hash(data: Data, source: str, format: str) -> str:
     """Identifies the files of a source and how they are encoded."""
-    if not (source.startswith(HUB_PREFIX) or Path(source).exists()):
-        raise JobError(f"data.source: there is no file or folder {source}, which data.format={format} would read")
+    if not source.startswith(HUB_PREFIX) and (missing := first_missing(Path(source))) is not None:
+        raise JobError(f"data.source: there is no file or folder {missing}, which data.format={format} would read")
     settings = build_settings([source], data.tokenizer, data.field, format, data.template)
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
 

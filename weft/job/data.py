@@ -40,8 +40,8 @@ class ImageData(Section):
 
     format: Literal["auto", "idx", "folder", "tar", "parquet"] = "auto"
     """Files of data.source: idx (the original files of MNIST, also .gz), folder (a folder for each class, or train/ and
-    val/ with such folders), tar (shards of WebDataset: NAME.jpg and NAME.cls), parquet (columns image and label). auto
-    looks at the files."""
+    val/ with such folders), tar (shards of WebDataset: NAME.jpg and NAME.cls or NAME.json), parquet (columns image and
+    label). auto looks at the files."""
     size: int | None = Field(None, ge=1, le=65_536)
     """Side of the images in pixels: they are scaled and cropped to it. Default: as in the files."""
     channels: Literal[1, 3] | None = None
@@ -86,7 +86,8 @@ class Data(Section):
     """pydoc (Python's reference documentation), stdlib (Python's source code), docstrings (questions about Python's
     functions, with answers), synthetic, the path of a token store made by `weft data build`, a file or folder of
     data.format, hf:ORG/NAME (a Hugging Face dataset in the local caches, with data.format), mnist, fashion-mnist, the
-    path of image files, movielens or a folder with its files, or your own dataset as package.module:name."""
+    path of image files, movielens or a folder with its files, or your own dataset as package.module:name. Files may be
+    named together, as in shard-{000..007}.tar."""
     format: Literal["text", "chat", "instruction", "labels", "pairs", "captions"] | None = None
     """What the files at data.source hold: text, conversations (chat), questions with answers (instruction), texts with
     labels (labels, of bert with model.classes), pairs of texts (pairs, of t5), or images with captions (captions, of

@@ -55,7 +55,8 @@ def test_captions_of_every_format(tmp_path: Path, kind: str) -> None:
     if kind == "tar":
         with tarfile.open(tmp_path / "pairs-000.tar", "w") as archive:
             for i, caption in enumerate(CAPTIONS):
-                for name, data in ((f"{i:03d}.png", content(i)), (f"{i:03d}.txt", caption.encode())):
+                beside = ("json", json.dumps({"url": "", "caption": caption})) if i % 2 else ("txt", caption)
+                for name, data in ((f"{i:03d}.png", content(i)), (f"{i:03d}.{beside[0]}", beside[1].encode())):
                     member = tarfile.TarInfo(name)
                     member.size = len(data)
                     archive.addfile(member, io.BytesIO(data))

@@ -18,7 +18,9 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageEnhance, ImageOps
 
+from weft.data.build_sources import find_files
 from weft.data.open_dataset import open_dataset
+from weft.data.shard_patterns import expand
 from weft.data.vision import augment, decoded_images, image_operations
 from weft.data.vision.idx_files import FILES
 from weft.job import JobError, parse_job
@@ -88,7 +90,8 @@ def test_folder_tar_and_parquet_give_the_same_images(tmp_path: Path) -> None:
                 path = folder / name / "abc"[label] / f"{i}.png"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(encoded(pixels))
-                for end, content in (("png", encoded(pixels)), ("cls", str(label).encode())):
+                beside = ("cls", str(label)) if name == "train" else ("json", json.dumps({"width": 9, "label": label}))
+                for end, content in (("png", encoded(pixels)), (beside[0], beside[1].encode())):
                     member = tarfile.TarInfo(f"{i:03}.{end}")
                     member.size = len(content)
                     archive.addfile(member, io.BytesIO(content))
@@ -96,11 +99,27 @@ def test_folder_tar_and_parquet_give_the_same_images(tmp_path: Path) -> None:
         parquet.write_table(table, tmp_path / f"{name}.parquet")
     resnet = {"family": "resnet", "layers": 18, "vocab": 3}
     found = [open_images(folder, resnet), open_images(shards, format="tar"), open_images(tmp_path, format="parquet")]
-    assert [(d.train_len, d.val_len, d.classes) for d in found] == [(8, 2, 3)] * 3
-    tar, columns = found[1], found[2]
+    found.append(open_images(shards / "{train,val}-{000..000}.tar", format="tar"))
+    assert [(d.train_len, d.val_len, d.classes) for d in found] == [(8, 2, 3)] * 4
+    tar, columns = found[3], found[2]
     assert all(np.array_equal(tar.train(i)["inputs"], columns.train(i)["inputs"]) for i in range(8))
     images = [sorted((int(s["targets"]), s["inputs"].tobytes()) for s in map(d.train, range(8))) for d in found]
     assert images[0] == images[1]
+
+
+def test_names_of_several_shards(tmp_path: Path) -> None:
+    assert [p.name for p in expand(tmp_path / "a-{08..10}.tar")] == ["a-08.tar", "a-09.tar", "a-10.tar"]
+    assert [str(p) for p in expand(Path("{x,y}/{9..10}"))] == ["x/9", "x/10", "y/9", "y/10"]
+    (tmp_path / "{0..1}").touch()
+    assert expand(tmp_path / "{0..1}") == [tmp_path / "{0..1}"], "a file of this name"
+    for name, says in (("{3..1}", "has the range 3..1"), ("{0..999}{0..9999}", "names more than 1,000,000 files")):
+        with pytest.raises(JobError, match=says):
+            expand(tmp_path / name)
+    with pytest.raises(JobError, match=r"b-1\.tar does not exist"):
+        open_images(tmp_path / "b-{1..2}.tar", format="tar")
+    for name in "ba":
+        (tmp_path / f"{name}.txt").write_text(name)
+    assert [Path(f.path).name for f in find_files([tmp_path / "{b,a}.txt"], tmp_path)] == ["b.txt", "a.txt"]
 
 
 def test_images_of_hugging_face_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from weft.data.vision.column_files import column_images, read_columns
 from weft.data.vision.decoded_images import Image, ImageFiles, decode
-from weft.data.vision.image_files import VAL_NAMES, open_folder, path_words, read_shards, visible_files
+from weft.data.vision.image_files import held_out_of, open_folder, read_shards, source_files
 from weft.job.errors import JobError
 
 LISTS = (".jsonl", ".ndjson", ".csv", ".tsv")
@@ -47,12 +47,12 @@ class CaptionNumbers:
 
 def open_captions(root: Path, prompt: str) -> CaptionFiles:
     """The images of a path and their captions. `prompt` makes the caption of an image in a folder of a class."""
-    paths = [root] if root.is_file() else visible_files(root, (*LISTS, ".tar", ".parquet"))
+    paths = source_files(root, (*LISTS, ".tar", ".parquet"))
     found = CaptionNumbers()
     for ends, opening in ((LISTS, _open_lists), ((".tar",), _open_shards), ((".parquet",), _open_parquet)):
         files = [p for p in paths if p.suffix.lower() in ends]
         if files:
-            held = [p for p in files if root.is_dir() and VAL_NAMES & path_words(p.relative_to(root))]
+            held = held_out_of(root, files)
             training = [p for p in files if p not in held]
             made = [opening(part, found) for part in (training or files, held if training else ()) if part]
             return CaptionFiles(made[0], made[1] if len(made) > 1 else None, tuple(found.numbers))
@@ -107,12 +107,9 @@ def _records(path: Path) -> Iterator[tuple[int, dict[Any, Any]]]:
 
 
 def _open_shards(paths: Sequence[Path], found: CaptionNumbers) -> ImageFiles:
-    """Shards of WebDataset: members NAME.jpg and NAME.txt in files that are not compressed."""
-
-    def number(content: bytes | None, where: str) -> int:
-        return found.number(None if content is None else content.decode("utf-8", "replace"), where)
-
-    return read_shards(paths, ("txt",), number)
+    """Shards of WebDataset: members NAME.jpg and NAME.txt, or NAME.json with a caption, in files that are not
+    compressed."""
+    return read_shards(paths, ("txt",), CAPTION_FIELDS, found.number)
 
 
 def _open_parquet(paths: Sequence[Path], found: CaptionNumbers) -> ImageFiles:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from weft.data.shard_patterns import first_missing
 from weft.data.tasks.task_records import text_tokens
 from weft.data.tokenizer import load_tokenizer
 from weft.data.vision.caption_files import CaptionFiles, open_captions
@@ -19,7 +20,7 @@ from weft.job.schema import Job
 
 def reads_captions(job: Job) -> bool:
     """Whether data.source holds images with captions: by data.format, or for a model that takes them."""
-    return job.data.format == "captions" or (bool(job.model.towers) and Path(job.data.source).exists())
+    return job.data.format == "captions" or (bool(job.model.towers) and first_missing(Path(job.data.source)) is None)
 
 
 def open_image_captions(job: Job) -> ImageCaptions:
@@ -34,8 +35,8 @@ def open_image_captions(job: Job) -> ImageCaptions:
         raise JobError("data.images.mixup and cutmix mix classes, and images with captions have none; leave them out")
     check_operations(options)
     root = Path(data.source)
-    if not root.exists():
-        raise JobError(f"data.source {data.source} does not exist; name a folder or file of images with captions")
+    if (missing := first_missing(root)) is not None:
+        raise JobError(f"data.source {missing} does not exist; name a folder or file of images with captions")
     return ImageCaptions(job, options, open_captions(root, options.prompt))
 
 

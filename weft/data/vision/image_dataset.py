@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.data.shard_patterns import first_missing
 from weft.data.synthetic import SYNTHETIC_SIDE, SyntheticPictures
 from weft.data.user_dataset import image_patches
 from weft.data.vision.augment import augmented, erased, mixed, plain, random_of
@@ -38,7 +39,7 @@ def reads_images(job: Job) -> bool:
         return True
     path = Path(data.source)
     if model.is_classifier or (model.module and model.family and not model.tables):
-        return path.exists() or is_hub_dataset(data.source)
+        return first_missing(path) is None or is_hub_dataset(data.source)
     return path.is_dir() and find_idx(path) is not None
 
 
@@ -62,8 +63,8 @@ def open_images(job: Job) -> ImageDataset:
     if is_hub_dataset(data.source):
         return ImageDataset(job, options, *open_hub_images(data.source))
     root = Path(data.source)
-    if not root.exists():
-        raise JobError(f"data.source {data.source} does not exist; it may be {', '.join(IMAGE_SOURCES)} or a path")
+    if (missing := first_missing(root)) is not None:
+        raise JobError(f"data.source {missing} does not exist; it may be {', '.join(IMAGE_SOURCES)} or a path")
     files, held_out = open_files(root, detect(root) if options.format == "auto" else options.format)
     return ImageDataset(job, options, files, held_out)
 

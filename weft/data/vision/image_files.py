@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tarfile
 from collections.abc import Callable, Sequence
@@ -10,10 +11,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.data.shard_patterns import expand, folder_of
 from weft.data.vision.column_files import open_columns
 from weft.data.vision.decoded_images import Image, ImageFiles, decode
 from weft.data.vision.idx_files import FILES, find_idx, read_idx
 from weft.job.errors import JobError
+from weft.job.registry import listed
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".gif", ".tif", ".tiff")
 TRAIN_NAMES, VAL_NAMES = {"train", "training"}, {"val", "valid", "validation", "test"}
@@ -69,29 +72,49 @@ def _class_folders(root: Path, classes: list[str]) -> ImageFiles:
     )  # fmt: skip
 
 
-def open_tar(training: Sequence[Path], held_out: Sequence[Path] = ()) -> tuple[ImageFiles, ImageFiles | None]:
-    """Shards of WebDataset: members NAME.jpg and NAME.cls (a number) in files that are not compressed."""
+def source_files(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """The files of a source: itself, those of a pattern such as shard-{000..007}.tar, or those below a folder."""
+    return visible_files(root, suffixes) if root.is_dir() else expand(root)
 
-    def label(content: bytes | None, where: str) -> int:
+
+def held_out_of(root: Path, paths: Sequence[Path]) -> list[Path]:
+    """Files of a folder or a pattern with val or test in their names."""
+    folder = folder_of(root)
+    return [] if root.is_file() else [p for p in paths if VAL_NAMES & path_words(p.relative_to(folder))]
+
+
+LABEL_FIELDS = ("cls", "label", "class")
+"""Fields of NAME.json with a class, by the first that it has."""
+
+
+def open_tar(training: Sequence[Path], held_out: Sequence[Path] = ()) -> tuple[ImageFiles, ImageFiles | None]:
+    """Shards of WebDataset: members NAME.jpg and NAME.cls (a number), or NAME.json with a class, in files that are not
+    compressed."""
+
+    def label(content: str | None, where: str) -> int:
         if content is None:
-            raise JobError(f"{where} has no class in a file of the same name with the ending .cls")
-        if not content.strip().isdigit():
+            raise JobError(
+                f"{where} has no class in a file of the same name: NAME.cls, or NAME.json with {listed(LABEL_FIELDS)}"
+            )
+        if not (content.isascii() and content.isdigit() and len(content) < 10):
             raise JobError(f"{where} has the class {content[:64]!r}; classes are numbers from 0")
         return int(content)
 
-    made = [read_shards(part, ("cls", "label"), label) for part in (training, held_out) if part]
+    made = [read_shards(part, ("cls", "label"), LABEL_FIELDS, label) for part in (training, held_out) if part]
     return made[0], made[1] if len(made) > 1 else None
 
 
 def read_shards(
-    paths: Sequence[Path], endings: tuple[str, ...], number_of: Callable[[bytes | None, str], int]
-) -> ImageFiles:
-    """The images of tar shards, with the numbers that `number_of` makes of the members beside them with one of the
-    endings; None where there is none."""
+    paths: Sequence[Path], endings: tuple[str, ...], fields: tuple[str, ...],
+    number_of: Callable[[str | None, str], int],
+) -> ImageFiles:  # fmt: skip
+    """The images of tar shards, with the numbers that `number_of` makes of the texts beside them: members with one of
+    the endings, or the first of the fields that NAME.json has; None where there is none."""
     rows: list[tuple[Path, int, int, int, str]] = []  # file, offset and size of an image, number, name
     for path in paths:
         images: dict[str, tarfile.TarInfo] = {}
-        beside: dict[str, bytes] = {}
+        beside: dict[str, str] = {}
+        described: dict[str, str] = {}
         try:
             with tarfile.open(path, "r:") as archive:
                 for member in archive:
@@ -99,12 +122,15 @@ def read_shards(
                     stem, _, suffix = name.partition(".")
                     if f".{suffix.lower()}" in SUFFIXES:
                         images[f"{folder}/{stem}"] = member
-                    elif suffix in endings and (file := archive.extractfile(member)) is not None:
-                        beside[f"{folder}/{stem}"] = file.read()
+                    elif suffix in (*endings, "json") and (file := archive.extractfile(member)) is not None:
+                        content = file.read().decode("utf-8", "replace").strip()
+                        (described if suffix == "json" else beside)[f"{folder}/{stem}"] = content
         except (tarfile.TarError, OSError) as error:
             raise JobError(f"{path} is not a shard of images: {error}") from None
         for key, member in images.items():
-            number = number_of(beside.get(key), f"{member.name} of {path}")
+            where = f"{member.name} of {path}"
+            text = beside[key] if key in beside else _field(described.get(key), fields, where)
+            number = number_of(text, where)
             rows.append((path, member.offset_data, member.size, number, member.name))
     if not rows:
         raise JobError(f"the shards {', '.join(p.name for p in paths[:3])} have no images")
@@ -116,6 +142,18 @@ def read_shards(
             return decode(file.read(size), f"{name} of {path}"), number
 
     return ImageFiles(len(rows), read, max(row[3] for row in rows) + 1)
+
+
+def _field(content: str | None, fields: tuple[str, ...], where: str) -> str | None:
+    """The first of some fields in the text of NAME.json."""
+    if content is None:
+        return None
+    try:
+        record = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise JobError(f"the .json beside {where} is not JSON: {error}") from None
+    found = next((record[f] for f in fields if record.get(f) is not None), None) if isinstance(record, dict) else None
+    return None if found is None else str(found).strip()
 
 
 def open_files(root: Path, kind: str) -> tuple[ImageFiles, ImageFiles | None]:
@@ -130,10 +168,10 @@ def open_files(root: Path, kind: str) -> tuple[ImageFiles, ImageFiles | None]:
     if kind == "folder":
         return open_folder(root)
     opening, ends = (open_tar, (".tar",)) if kind == "tar" else (open_columns, (".parquet",))
-    paths = [root] if root.is_file() else visible_files(root, ends)
+    paths = source_files(root, ends)
     if not paths:
         raise JobError(f"data.source {root} has no {ends[0]} file")
-    held_out = [p for p in paths if root.is_dir() and VAL_NAMES & path_words(p.relative_to(root))]
+    held_out = held_out_of(root, paths)
     training = [p for p in paths if p not in held_out]
     if not training or not held_out:
         return opening(paths)
@@ -149,7 +187,7 @@ def detect(root: Path) -> str:
     """The format of a path."""
     if root.is_dir() and find_idx(root) is not None:
         return "idx"
-    names = [root.name] if root.is_file() else [p.name for p in visible_files(root, tuple(KINDS))]
+    names = [p.name for p in source_files(root, tuple(KINDS))]
     return next((kind for end, kind in KINDS.items() if any(n.lower().endswith(end) for n in names)), "folder")
 
 
