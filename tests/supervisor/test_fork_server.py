@@ -123,3 +123,12 @@ def test_a_limit_of_processes_is_told_apart_from_other_failures(
         cause = read_failure(run.logs / "failure-0.json")
         assert cause is not None and "ulimit -u" in cause["message"]
         assert (cause["code"], cause["expected"], cause["machine"]) == (4, True, False)
+
+
+def test_a_manager_that_was_killed_with_unread_messages_has_exited(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, other = socket.socketpair()
+    ours.send(b"1 2345")
+    other.close()  # as the system does for a killed process
+    monkeypatch.setenv("WEFT_LAUNCHER", str(os.getpid()))
+    monkeypatch.setenv("WEFT_FORK_SERVER", str(ours.detach()))
+    assert not serve()

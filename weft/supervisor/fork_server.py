@@ -124,10 +124,12 @@ def serve() -> bool:
     has exited."""
     manager, forks = int(os.environ["WEFT_LAUNCHER"]), 0
     with socket.socket(fileno=int(os.environ.pop("WEFT_FORK_SERVER"))) as sock:
-        while asked := sock.recv(64):
+        while asked := _receive(sock):
             slot = asked.decode()
             try:
                 forked = fork_for(manager, lambda pid: sock.send(f"{slot} {pid}".encode()))  # noqa: B023
+            except ConnectionError:
+                return False
             except OSError as error:
                 if forks:
                     raise
@@ -137,6 +139,14 @@ def serve() -> bool:
                 os.environ["WEFT_SLOT"] = slot
                 return True
     return False
+
+
+def _receive(sock: socket.socket) -> bytes:
+    """The next message; empty when the other end has closed, or was killed before it read everything."""
+    try:
+        return sock.recv(64)
+    except ConnectionResetError:
+        return b""
 
 
 def fork_for(parent: int, announce: Callable[[int], object]) -> bool:
