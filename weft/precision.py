@@ -21,11 +21,16 @@ EXPORT_DTYPES: dict[str, torch.dtype] = {name: COMPUTE_DTYPES[name] for name in 
 """Dtypes of exported weights."""
 
 
-def choose_cpu_kernels() -> None:
+def choose_cpu_kernels(precision: str = "bf16") -> None:
     """Leave products to OpenBLAS on Arm processors without bf16 products. oneDNN prepares each product anew there,
     which takes 40 times as long as a small product itself, and large ones are slower too; it cannot multiply in bf16,
-    of which torch warns with a C++ stack of 20 lines. Called by ranks, whose process is Weft's."""
+    of which torch warns with a C++ stack of 20 lines. OpenBLAS has no fast products of bf16 either (200 times as slow
+    as in fp32), so those are computed in fp32 and rounded. Called by ranks, whose process is Weft's."""
     if platform.machine() == "aarch64" and "bf16" not in arm_features():
+        if precision != "fp32":
+            from weft.models.half_products_internals import multiply_halves_in_fp32
+
+            multiply_halves_in_fp32()
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
         torch.backends.nnpack.set_flags(False)  # takes twice as long as OpenBLAS for small convolutions
 

@@ -16,6 +16,7 @@ from helpers.parity import make_job, section
 from weft import precision
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
+from weft.models import half_products_internals
 from weft.verify.prove import with_layout
 
 LAYOUTS = ["dp_replicate2", "dp_shard2", "tp2", "pp2 zb-h1", "cp2", "dp_shard2 ep2"]
@@ -67,17 +68,22 @@ def product_in_bf16() -> tuple[list[str], bool]:
 
 
 def test_arm_processors_without_bf16_leave_products_to_blas(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN would take 0.6 ms more for each, and print the stack of a missing kernel in every bf16 run."""
+    """oneDNN would take 0.6 ms more for each, and print the stack of a missing kernel in every bf16 run. Products of
+    bf16 are computed in fp32 there, if the run has any."""
     without = platform.machine() == "aarch64" and "bf16" not in precision.arm_features()
     assert pool.run(product_in_bf16, 1) == [([], not without)]
+    replaced: list[str] = []
+    monkeypatch.setattr(half_products_internals, "multiply_halves_in_fp32", lambda: replaced.append("kernels"))
     for machine, features, enabled in (
         ("aarch64", {"asimd"}, False), ("aarch64", {"asimd", "bf16"}, True), ("x86_64", set(), True)
     ):  # fmt: skip
         monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
         monkeypatch.setattr(precision, "arm_features", lambda features=features: features)
         monkeypatch.setattr(torch.backends.mkldnn, "enabled", True)
-        precision.choose_cpu_kernels()
-        assert torch.backends.mkldnn.enabled == enabled
+        for name, count in (("fp32", 0), ("bf16", 0 if enabled else 1)):
+            replaced.clear()
+            precision.choose_cpu_kernels(name)
+            assert torch.backends.mkldnn.enabled == enabled and len(replaced) == count
 
 
 def test_no_state_between_calls(pool: RankPool) -> None:

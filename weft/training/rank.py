@@ -84,7 +84,7 @@ def set_up_process(run: RunDir, plan: Plan) -> None:
     from weft.precision import choose_cpu_kernels
 
     if plan.device == "cpu":
-        choose_cpu_kernels()
+        choose_cpu_kernels(plan.precision)
         keep_freed_memory()
         torch.set_num_threads(threads_for(int(os.environ.get("LOCAL_WORLD_SIZE", plan.world))))
 
