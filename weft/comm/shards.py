@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from weft.comm.dtensor_internals import local_shape_and_offset
+from weft.comm.dtensor_internals import local_shape_and_offset, local_tensor
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,9 @@ def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
 
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor, as a plain tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor) and tensor.requires_grad:
+        return tensor.to_local()
+    return local_tensor(tensor)  # to_local would call autograd
 
 
 def like(local: Tensor, other: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from weft.memory.tensor_tracer_internals import (
     operator_name,
     overloads,
     patched,
+    shaped,
     storage_key,
     tree_leaves,
 )
@@ -131,7 +132,9 @@ class Tracer(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # dispatched again with its local tensors
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = shaped(func, args, kwargs)
+        if out is None:
+            out = func(*args, **kwargs)
         if self.blind:
             return out
         self.operators += 1

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm.dtensor_internals import forget_meshes
+from weft.comm.dtensor_internals import forget_meshes, local_tensor
 from weft.comm.fake_internals import real_meshes
-from weft.comm.shards import local_of
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.memory.tensor_tracer import Tracer
@@ -155,7 +154,7 @@ def _names(mesh: Mesh) -> dict[str, str]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return storage_bytes(local_of(t.detach()) for t in tensors)
+    return storage_bytes(map(local_tensor, tensors))
 
 
 def make_batch(job: Job, plan: Plan) -> Batch:

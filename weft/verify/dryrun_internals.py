@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages of some tensors, each counted once."""
-    storages = (tensor.detach().untyped_storage() for tensor in tensors)
+    storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
