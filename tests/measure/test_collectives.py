@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from weft.comm.algorithms import ALGORITHMS
 from weft.hardware.linear_fit import fit_line
-from weft.job.errors import JobError
+from weft.job.errors import FitError, JobError
 from weft.launch.rank_pool import RankPool
 from weft.measure.collective_times import KINDS, cases
 from weft.measure.collectives import (
@@ -104,6 +105,24 @@ def test_mistakes_are_one_sentence(given: dict[str, Any], message: str) -> None:
     }  # fmt: skip
     with pytest.raises(JobError) as result:
         run_and_show(**{**usual, **given})
+    assert str(result.value) == message
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "nproc", "largest", "message"),
+    [
+        (16, 999, "4M", "--nproc 999: 999 ranks take about 74 GiB of memory with messages of 4M, and 16 GiB are free; "
+                        "--nproc 215 would work"),
+        (2, 2, "1G", "--nproc 2: 2 ranks take about 6 GiB of memory with messages of 1G, and 2 GiB are free; "
+                     "a smaller --max would work"),
+    ],
+)  # fmt: skip
+def test_ranks_that_do_not_fit_are_not_started(
+    monkeypatch: pytest.MonkeyPatch, free_gib: int, nproc: int, largest: str, message: str
+) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=free_gib * 2**30))
+    with pytest.raises(FitError) as result:
+        run_and_show(nproc, None, None, "fp32", "1K", largest, "cpu", 0.0, None, False)
     assert str(result.value) == message
 
 

@@ -42,6 +42,13 @@ def test_plain_lines_are_periodic_and_include_the_last() -> None:
     ]
 
 
+def test_a_rate_of_samples_is_not_one_of_tokens() -> None:
+    progress, out = plain(1, 0, 1)
+    with progress:
+        progress.update({"step": 1, "unit": "samples", **RECORD})
+    assert "7.3k samples/s  mfu" in out.getvalue()
+
+
 def test_rates_are_means_over_the_time_since_the_last_line() -> None:
     """The host may count two steps of a GPU as a short and a long one: no line shows either of them alone."""
     progress, out = plain(4, 0, 2)

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from weft.job.run_folder import RunDir
+from weft.training.metrics import unit_of_targets
 from weft.watch.closing_lines import closing_lines
+from weft.watch.dash.run_catalog import RunEntry
 from weft.watch.figures.slices import group, parse_slices, slice_map, slice_numbers, spans
 from weft.watch.figures.steps import figures, smooth, thin
 from weft.watch.journal import Journal, read_metrics
@@ -60,6 +62,21 @@ def test_memory_tiers(tmp_path: Path, make_run: Make) -> None:
         "states in a step: 1.5 GiB device → host, 1.5 GiB host → device; 90% of the copying ran beside the computation",
         "prometheus failed: no port",
     ]
+
+
+def test_samples_are_not_called_tokens(tmp_path: Path, make_run: Make) -> None:
+    """The keys of records are a contract, so a record says what its tokens are if they are something else."""
+    assert unit_of_targets(32, 32) == {"unit": "samples"} and unit_of_targets(32 * 16, 32) == {}
+    for name, unit in (("images", "samples"), ("texts", "tokens")):
+        run = make_run(tmp_path / name, steps=3)
+        records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+        more = {"unit": unit} if unit == "samples" else {}
+        run.metrics.write_text("".join(json.dumps(record | more) + "\n" for record in records))
+        with run.events.open("a") as file:
+            file.write(json.dumps({"event": "done", "step": 3, "steps_done": 3, "seconds": 9.0}) + "\n")
+        assert closing_lines(run)[-1].endswith(f" {unit}/s")
+        assert f"{unit.capitalize()} per second" in words(write_report(run))
+        assert RunEntry(name, run.path).summary()["unit"] == unit
 
 
 def test_text_is_escaped_and_nothing_is_fetched(tmp_path: Path, make_run: Make) -> None:

@@ -14,12 +14,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import torch
 
 from weft.comm.algorithms import ALGORITHMS
 from weft.hardware.linear_fit import fit_line
 from weft.hardware.rank_environment import RankInfo, export_torchrun_variables, rank_info, under_mpi
-from weft.job.errors import JobError, MachineError
+from weft.job.errors import FitError, JobError, MachineError
 from weft.launch.rank_pool import RankPool
 from weft.measure.collective_times import DTYPES, KINDS, Case, cases, measure
 from weft.mesh import connect
@@ -32,6 +33,10 @@ SIZE_FACTOR = 4
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 CPU_RANKS = 4
 EVERYONE = "everyone"
+RANK_BYTES = 64 * 2**20
+"""Memory of a rank's process that it shares with no other."""
+MESSAGES = 3
+"""Tensors of the largest size that a rank holds: what it sends, what it receives, and the backend's copy."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +244,17 @@ def show(found: CollectiveTimes) -> str:
     return "\n".join(rows)
 
 
+def check_memory(ranks: int, largest: int) -> None:
+    """Ranks of one machine fit into its free memory."""
+    each, free = RANK_BYTES + MESSAGES * largest, psutil.virtual_memory().available
+    if ranks * each > free:
+        works = f"--nproc {free // each}" if free // each > 1 else "a smaller --max"
+        raise FitError(
+            f"--nproc {ranks}: {ranks} ranks take about {ranks * each / 2**30:.0f} GiB of memory with messages of "
+            f"{human(largest)}, and {free / 2**30:.0f} GiB are free; {works} would work"
+        )
+
+
 def run_and_show(
     nproc: int | None, kinds: str | None, algorithms: str | None, dtypes: str, smallest: str, largest: str,
     device: str, seconds: float, html: Path | None, as_json: bool, layout: str | None = None, axes: str | None = None,
@@ -261,6 +277,7 @@ def run_and_show(
         if here.rank > 0:
             return
     else:
+        check_memory(ranks, read_size(largest))
         count = len(wanted) * len(names)
         print(f"measuring {count} cases on {ranks} ranks …", file=sys.stderr, flush=True)
         with RankPool(timeout_s=600) as pool:

@@ -15,6 +15,7 @@ from weft.job.schema import Job
 from weft.planner.model.counts import flops_per_sample
 from weft.planner.model.reference_rate import peak_flops
 from weft.planner.plan import Plan
+from weft.training.metrics import unit_of_targets
 from weft.watch.journal import Journal
 from weft.watch.progress import Progress
 
@@ -77,7 +78,7 @@ class RunRecords:
             "tokens": tokens, "step_time_s": seconds,
             "tokens_per_s": count / seconds if seconds > 0 else None,
             "mfu": flops / (seconds * peak * self.plan.world) if flops and peak else None,
-            "sync_bytes": sent, **more,
+            "sync_bytes": sent, **unit_of_targets(count, self.job.train.global_batch), **more,
         }  # fmt: skip
         self.journal.metrics(self.last)
         self.progress.update(self.last)

@@ -195,6 +195,7 @@ class StepMetrics:
             "peak_memory_gib": peak_memory_gib(self.mesh.device),
             **({"loss_scale": entry.loss_scale} if self.state.scale.dynamic else {}),
             **({"skipped": not taken} if self.state.scale.dynamic or not taken else {}),
+            **unit_of_targets(count, self.job.train.ramp.batch(entry.step - 1)),
             **self._noise(entry.step, square, norm, taken),
             **entry.more,
             **self.state.model.metrics(more, count),
@@ -251,6 +252,11 @@ DEVICE_FIGURES = {
     "throttled_hardware": "throttled_hardware",
 }  # fmt: skip
 """The same of GPUs, where there are any."""
+
+
+def unit_of_targets(count: float, samples: int) -> dict[str, str]:
+    """`unit: samples` for a record of a step whose samples have one target each, as of images; else it is tokens."""
+    return {"unit": "samples"} if count <= samples else {}
 
 
 def utilization(flops: float | None, seconds: float, peak: float | None, devices: int) -> float | None:

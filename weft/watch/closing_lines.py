@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from weft.job.run_folder import RunDir
+from weft.watch.figures.figure import unit_of
 from weft.watch.journal import read_jsonl, read_metrics
 from weft.watch.progress import duration, human
 
@@ -75,7 +76,7 @@ def _predicted_and_measured(end: dict[str, Any], records: list[dict[str, Any]]) 
         pairs.append(f"traffic {predicted['communication_mib']:.1f} MiB a rank and step predicted")
     rates = sorted(r["tokens_per_s"] for r in records if r.get("tokens_per_s"))
     if rates:
-        pairs.append(f"{human(rates[len(rates) // 2])} tokens/s")
+        pairs.append(f"{human(rates[len(rates) // 2])} {unit_of(records)}/s")
     return [" · ".join(pairs)] if pairs else []
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from weft.watch.figures.figure import number
+from weft.watch.figures.figure import number, unit_of
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -21,6 +21,8 @@ SMOOTHING = 0.1
 REFRESH_S = 0.1
 LIVE_STEPS = 10
 """Steps over which a live display averages."""
+RATES = {"tokens": "tok/s", "samples": "samples/s"}
+"""Short names of rates, by what is counted."""
 
 
 class Progress:
@@ -45,7 +47,7 @@ class Progress:
         self._drawn = -math.inf
         self._printed: int | None = start_step
         self._interval: list[tuple[float, float | None, float | None]] = []
-        """Seconds, tokens/s and MFU of the steps since the last line."""
+        """Seconds, tokens (or samples) a second and MFU of the steps since the last line."""
         self._mute = silent
 
     def __enter__(self) -> Self:
@@ -121,7 +123,7 @@ class Progress:
             ("val", _as(get.get("val_loss") if self._live is None else self._val_loss, ".3f")),
             ("grad", _as(get.get("grad_norm"), ".2f")),
             ("lr", _as(get.get("lr"), ".1e")),
-            ("", f"{human(rate)} tok/s" if rate is not None else ""),
+            ("", f"{human(rate)} {RATES[unit_of([self._record])]}" if rate is not None else ""),
             ("mfu", _as(mfu, ".1%")),
             ("mem", _as(get.get("peak_memory_gib"), ".2f", " GiB")),
             ("scale", human(get["loss_scale"]) if get.get("loss_scale") is not None else ""),

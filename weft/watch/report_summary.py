@@ -14,7 +14,7 @@ from typing import Any
 from weft.hardware.catalog import find_device
 from weft.job.errors import JobError
 from weft.planner.job_estimate import POWER_SHARE
-from weft.watch.figures.figure import Record, column, number
+from weft.watch.figures.figure import Record, column, number, unit_of
 from weft.watch.figures.steps import validation
 from weft.watch.progress import duration, human
 
@@ -115,7 +115,7 @@ def key_figures(records: Sequence[Record], events: Sequence[Record], plan: Recor
     mfu = measured("mfu", records)
     rate = measured("tokens_per_s", records)
     peak = measured("memory_gib", records)
-    tokens = total_tokens(records)
+    tokens, unit = total_tokens(records), unit_of(records).capitalize()
     steps = f"{records[-1]['step']:,}" if records else "0"
     return [
         ("Final loss", _form(losses[-1] if losses else None, ".4f"), f"first {losses[0]:.4f}" if losses else ""),
@@ -125,8 +125,8 @@ def key_figures(records: Sequence[Record], events: Sequence[Record], plan: Recor
             f"{first:.4f} → {last:.4f}" if first is not None and last is not None and len(val) > 1 else "",
         ),
         ("Steps", steps, f"{len(records):,} recorded" if records and len(records) != records[-1]["step"] else ""),
-        ("Tokens", human(tokens), ""),
-        ("Tokens per second", human(rate), "median over steps" if rate is not None else ""),
+        (unit, human(tokens), ""),
+        (f"{unit} per second", human(rate), "median over steps" if rate is not None else ""),
         ("MFU", _form(mfu, ".1%"), "median over steps" if mfu is not None else "not known" if records else ""),
         ("Peak memory", "–" if peak is None else f"{peak:.2f} GiB", "highest of any step"),
         *_noise_scale(records, plan),
@@ -169,7 +169,7 @@ def _energy(records: Sequence[Record], plan: Record) -> list[tuple[str, str, str
     shown = f"{kwh:.3g} kWh" if kwh >= 0.1 else f"{1000 * kwh:.3g} Wh"
     found = [("Energy", shown, ", ".join(filter(None, [how, *more])))]
     if last["tokens_per_joule"] is not None:
-        found.append(("Tokens per joule", f"{last['tokens_per_joule']:.3g}", how))
+        found.append((f"{unit_of(records).capitalize()} per joule", f"{last['tokens_per_joule']:.3g}", how))
     return found
 
 

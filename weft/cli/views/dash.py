@@ -81,7 +81,8 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     return {
         "run": printable(row["name"]), "status": row["status"],
         "step": f"{'–' if row['step'] is None else row['step']}{steps}", "loss": _form("{:.4g}", row["loss"]),
-        "val": _form("{:.4g}", row["val_loss"]), "tokens/s": human(row["tokens_per_s"]),
+        "val": _form("{:.4g}", row["val_loss"]),
+        "tokens/s": human(row["tokens_per_s"]) + (" samples" if row["unit"] == "samples" else ""),
         "MFU": _form("{:.1%}", row["mfu"]), "memory": _form("{:.2f} GiB", row["peak_memory_gib"]),
         "changed": f"{duration(time.time() - row['updated'])} ago",
     }  # fmt: skip

@@ -17,7 +17,7 @@ from weft.hardware.catalog import safe_load
 from weft.watch.dash.folder_files import last_lines, parse_object, read_inside, read_json, signature
 from weft.watch.dash.metric_records import has_step
 from weft.watch.dash.metric_series import MetricSeries
-from weft.watch.figures.figure import number
+from weft.watch.figures.figure import number, unit_of
 from weft.watch.report_summary import status_of
 
 RUN_FILES = ("metrics.jsonl", "events.jsonl", "job.yaml", "plan.json")
@@ -91,6 +91,7 @@ class RunEntry:
             "step": last.get("step"),
             "steps": number(train.get("steps")) if isinstance(train, dict) else None,
             **{key: number(last.get(key)) for key in SUMMARY_KEYS},
+            "unit": unit_of(records),
             "val_loss": evals[-1] if evals else None,
             "world": number(plan.get("world")),
             "device": str(plan.get("device_name") or "")[:80],

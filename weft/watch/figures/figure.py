@@ -33,6 +33,11 @@ def number(value: Any) -> float | None:
     return found if math.isfinite(found) else None
 
 
+def unit_of(records: Sequence[Record]) -> str:
+    """What the targets of a run are, which the keys of its records call tokens: tokens, or samples."""
+    return str(records[-1].get("unit") or "tokens") if records else "tokens"
+
+
 def column(records: Sequence[Record], key: str) -> tuple[list[float], list[float | None]]:
     """The steps, and the value of one key at each."""
     return [float(r["step"]) for r in records], [number(r.get(key)) for r in records]

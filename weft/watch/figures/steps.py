@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from weft.watch.figures.figure import Figure, Record, column, number
+from weft.watch.figures.figure import Figure, Record, column, number, unit_of
 
 # more points make the page larger and the figure no clearer
 MAX_POINTS = 3000
@@ -22,7 +22,7 @@ def figures(records: Sequence[Record], events: Sequence[Record], plan: Record) -
         loss_figure(records, events, marks),
         _over_steps("lr", "Learning rate", records, "lr", "learning rate", marks, noisy=False, form=".1e"),
         _over_steps("grad", "Gradient norm", records, "grad_norm", "global norm", marks, log=True),
-        _over_steps("throughput", "Throughput", records, "tokens_per_s", "tokens/s", marks, zero=True),
+        _over_steps("throughput", "Throughput", records, "tokens_per_s", f"{unit_of(records)}/s", marks, zero=True),
     ]
     if any(number(r.get("mfu")) is not None for r in records):
         found.append(

@@ -8,7 +8,7 @@ const seconds = { form: (v) => figure(v, 3) + " s", zero: true };
 const gib = { form: (v) => figure(v, 3) + " GiB", zero: true };
 export const CHARTS = [
   { id: "loss", title: "Loss", keys: ["loss"], names: ["training"], wide: true, validation: true, smooth: true, loggable: true },
-  { id: "throughput", title: "Throughput", unit: "tokens/s", keys: ["tokens_per_s"], form: human, zero: true, smooth: true },
+  { id: "throughput", title: "Throughput", unit: "tokens or samples/s", keys: ["tokens_per_s"], form: human, zero: true, smooth: true },
   { id: "mfu", title: "Model FLOPs utilisation", keys: ["mfu"], ...share, smooth: true },
   { id: "step", title: "Step time", keys: ["step_time_s"], ...seconds, smooth: true },
   { id: "grad", title: "Gradient norm", keys: ["grad_norm"], smooth: true, log: true },

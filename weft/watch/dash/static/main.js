@@ -9,6 +9,8 @@ const FIRST_RUNS = 4;
 const charts = new Map();
 const main = $("#content");
 
+const rate = (row) => (row.unit === "samples" ? "samples/s" : "tok/s");
+
 // list of runs
 
 function listRuns() {
@@ -25,7 +27,7 @@ function runRow(name) {
     h("input", { type: "checkbox", checked: at >= 0, "aria-label": `overlay ${name}`, onchange: () => toggle(name) }),
     h("button", { class: "name", title: `${name}\n${row.path}`, "aria-current": name === state.focus ? "true" : null }, name),
     h("div", { class: "facts" }, h("span", { class: "dot " + tone, title: row.status }), h("span", { class: "num" }, row.step === null ? "no step" : `${human(row.step)}${row.steps ? "/" + human(row.steps) : ""}`),
-      h("span", { class: "num" }, row.loss === null ? "" : figure(row.loss)), h("span", { class: "grow" }), h("span", { class: "what" }, row.live ? `${human(row.tokens_per_s)} tok/s` : ago(row.updated))),
+      h("span", { class: "num" }, row.loss === null ? "" : figure(row.loss)), h("span", { class: "grow" }), h("span", { class: "what" }, row.live ? `${human(row.tokens_per_s)} ${rate(row)}` : ago(row.updated))),
     row.steps ? h("div", { class: "bar" }, h("i", { style: { width: Math.min(100, (100 * (row.step || 0)) / row.steps) + "%" } })) : null);
 }
 
@@ -60,8 +62,8 @@ function headOf(row) {
       row.faults ? h("span", { class: "chip bad" }, `${row.faults} fault${row.faults === 1 ? "" : "s"}`) : null),
     row.tone === "bad" && row.detail ? h("p", { class: "why" }, row.detail) : null,
     h("dl", { class: "tiles" }, tile("Step", row.step === null ? "–" : row.step.toLocaleString("en"), row.steps ? `of ${row.steps.toLocaleString("en")}` : ""), tile("Loss", figure(row.loss)),
-      row.val_loss !== null ? tile("Validation loss", figure(row.val_loss)) : null, tile("Throughput", human(row.tokens_per_s), "tok/s"), row.mfu !== null ? tile("MFU", percent(row.mfu)) : null,
-      tile("Step time", row.step_time_s === null ? "–" : figure(row.step_time_s, 3) + " s"), tile("Peak memory", row.peak_memory_gib === null ? "–" : figure(row.peak_memory_gib, 3), "GiB"), tile("Tokens", human(row.tokens)),
+      row.val_loss !== null ? tile("Validation loss", figure(row.val_loss)) : null, tile("Throughput", human(row.tokens_per_s), rate(row)), row.mfu !== null ? tile("MFU", percent(row.mfu)) : null,
+      tile("Step time", row.step_time_s === null ? "–" : figure(row.step_time_s, 3) + " s"), tile("Peak memory", row.peak_memory_gib === null ? "–" : figure(row.peak_memory_gib, 3), "GiB"), tile(row.unit === "samples" ? "Samples" : "Tokens", human(row.tokens)),
       row.live ? tile("Time left", duration(left)) : tile("Last change", ago(row.updated))),
   ];
 }
