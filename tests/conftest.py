@@ -101,17 +101,24 @@ def one_thread() -> None:
     choose_cpu_kernels()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def forked_servers() -> Iterator[None]:
+    """multiprocessing starts its fork server, whoever needs it first, as a fork too: its imports take 5 s of CPU."""
+    from helpers.forked_python import forked_fork_server
+
+    with forked_fork_server():
+        yield
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     """Ranks over Gloo, one thread each, that stay alive for the whole session."""
     from helpers import on_ranks
-    from helpers.forked_python import forked_fork_server
 
     from weft.launch.rank_pool import RankPool
 
     with RankPool(timeout_s=600) as ranks:
-        with forked_fork_server():
-            ranks.run(on_ranks.ready, WORLD)
+        ranks.run(on_ranks.ready, WORLD)
         yield ranks
 
 
