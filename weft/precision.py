@@ -28,7 +28,7 @@ def choose_cpu_kernels(precision: str = "bf16") -> None:
     as in fp32), so those are computed in fp32 and rounded. Called by ranks, whose process is Weft's."""
     if platform.machine() == "aarch64" and "bf16" not in arm_features():
         if precision != "fp32":
-            from weft.models.half_products_internals import multiply_halves_in_fp32
+            from weft.half_products_internals import multiply_halves_in_fp32
 
             multiply_halves_in_fp32()
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]

@@ -13,10 +13,9 @@ from helpers import on_ranks
 from helpers.command import DEADLINE_S
 from helpers.parity import make_job, section
 
-from weft import precision
+from weft import half_products_internals, precision
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
-from weft.models import half_products_internals
 from weft.verify.prove import with_layout
 
 LAYOUTS = ["dp_replicate2", "dp_shard2", "tp2", "pp2 zb-h1", "cp2", "dp_shard2 ep2"]

@@ -9,7 +9,7 @@ from helpers.command import python
 CHECK = """
 import torch
 from torch.nn import functional as F
-from weft.models.half_products_internals import multiply_halves_in_fp32
+from weft.half_products_internals import multiply_halves_in_fp32
 
 torch.set_num_threads(1)
 torch.backends.mkldnn.enabled = False
