@@ -68,11 +68,13 @@ class SupervisedRank:
         self.board = StatusBoard(folder / "board")
         self.heartbeat = BoardHeartbeat(self.board, slot)
         self.dataset: Dataset | None = None
+        self.compiles = False
 
     def work(self) -> int:
         """Join attempts until one ends the run. Returns the exit code."""
         job, plan = load_job(str(self.run.job)), read_plan(self.run)
         set_up_process(self.run, plan)
+        self.compiles = plan.compile
         with contextlib.suppress(Exception):  # opened again in an attempt, where errors are reported
             from weft.data.open_dataset import open_dataset
 
@@ -80,10 +82,6 @@ class SupervisedRank:
         from weft.comm.teardown import freeze_imports, freeze_more, leave
         from weft.mesh import open_device
 
-        if plan.compile:
-            from weft.models.kernel_internals import import_compiler
-
-            import_compiler()
         freeze_imports()
         open_device(plan)
         number, phase = 0, "spare"
@@ -99,6 +97,8 @@ class SupervisedRank:
 
     def _wait_for_attempt(self, after: int) -> Attempt:
         """Wait for a valid attempt that includes this slot; the process may have started before it is published."""
+        from weft.models.kernel_internals import import_compiler
+
         seen = after
         while True:
             if (number := self.board["published"]) > seen and self.board.valid(number):
@@ -106,6 +106,8 @@ class SupervisedRank:
                 attempt = read_attempt(self.folder, number)
                 if attempt.rank_of(self.slot) is not None:
                     return attempt
+                if self.compiles:  # a spare has the time; a rank imports it when the model is built
+                    import_compiler()
             self.heartbeat.wait_for_news(SPARE_POLL_S)
 
     def _join_attempt(self, attempt: Attempt, job: Job, plan: Plan) -> int | None:
