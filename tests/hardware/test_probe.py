@@ -1,6 +1,7 @@
 """The probe, on the machine that runs the tests."""
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from weft.hardware.probe import probe, visible
+from weft.hardware.probe import _cpu_name, probe, visible
 
 
 def test_the_machine_is_described(tmp_path: Path) -> None:
@@ -22,6 +23,14 @@ def test_the_machine_is_described(tmp_path: Path) -> None:
     assert machine.disk_free_gib > 0
     assert machine.shm_gib is None or machine.shm_gib > 0
     assert machine.driver is not None or not machine.gpus
+
+
+def test_processors_without_a_name_are_probed_without_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc/cpuinfo of Arm has no names. Python's platform.processor would start `uname -p` for each command."""
+    monkeypatch.setattr("weft.hardware.probe._read", lambda path: "")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr("platform.processor", lambda: pytest.fail("a process would be started"))
+    assert _cpu_name() == platform.machine()
 
 
 def test_the_affinity_mask_is_respected() -> None:

@@ -150,7 +150,8 @@ def _cpu_name() -> str:
     for line in _read("/proc/cpuinfo").splitlines():
         if line.startswith(("model name", "Model", "cpu model")):
             return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine() or "unknown"
+    named = "" if sys.platform == "linux" else platform.processor()  # Linux starts `uname -p` for it
+    return named or platform.machine() or "unknown"
 
 
 def _distinct_cores(allowed: set[int]) -> int:
