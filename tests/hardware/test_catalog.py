@@ -1,10 +1,11 @@
 """The catalog: names, product names and plausible figures."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from weft.hardware.catalog import DEVICES, DTYPES, NETWORKS, device_by_product, find_device, find_network
+from weft.hardware.catalog import DEVICES, DTYPES, NETWORKS, device_by_product, find_device, find_network, read_catalog
 from weft.job.errors import JobError
 
 
@@ -111,3 +112,11 @@ def test_the_speed_of_a_precision_that_a_device_lacks() -> None:
     half_alone = replace(a100, peak_tflops={"bf16": 800.0})
     assert [half_alone.tflops_of(name) for name in DTYPES] == [100, 800, 800, 800]
     assert find_device("cpu").tflops_of("bf16") is None
+
+
+def test_a_catalog_that_is_nested_too_deeply(tmp_path: Path) -> None:
+    """libyaml would exhaust the stack, which ends the process without a word."""
+    path = tmp_path / "catalog.yaml"
+    path.write_text("devices: " + "[" * 10**5 + "]" * 10**5, encoding="utf-8")
+    with pytest.raises(JobError, match="is not YAML: it is nested deeper than 50 levels"):
+        read_catalog(path)

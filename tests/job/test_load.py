@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from weft.job import Data, Job, JobError, Model, Optim, Parallel, Train, apply_overrides, dump_yaml, load_job, parse_job
 from weft.job.errors import Exit
-from weft.job.load import dump_given, find_job
+from weft.job.load import _composed, _FastLoader, _Loader, dump_given, find_job, recipes
 from weft.job.shapes import resolve
 from weft.job.validation import OTHER_NAMES, known_keys
 
@@ -191,12 +194,36 @@ def test_all_errors_are_listed() -> None:
         ("just words", "must hold sections such as `model:` and `train:`, not a str"),
         ("train: {steps: [1}", "line 1 is not YAML"),
         ("train:\n\tsteps: 1", "line 2 is not YAML"),
+        ("a: " + "[" * 100_000 + "]" * 100_000, "is nested too deeply to be a job"),
     ],
 )
 def test_invalid_files(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(JobError) as caught:
         load_job(written(tmp_path, text))
     assert message in str(caught.value)
+
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(("3e-4", "off", "0o7"))
+
+
+def same_by_both_parsers(text: str) -> None:
+    loader, node = _composed(text)
+    other = _Loader(text)
+    assert isinstance(loader, _FastLoader)
+    assert repr(loader.construct_document(node)) == repr(other.construct_document(other.get_single_node()))
+
+
+@given(
+    st.recursive(PLAIN, lambda part: st.lists(part) | st.dictionaries(st.text(), part), max_leaves=20), st.booleans()
+)
+def test_both_parsers_read_the_same(value: Any, flow: bool) -> None:
+    """libyaml reads a job, unless it finds a mistake."""
+    same_by_both_parsers(yaml.safe_dump(value, allow_unicode=True, default_flow_style=flow))
+
+
+def test_both_parsers_read_the_same_jobs() -> None:
+    for text in (WHOLE, dump_yaml(Job()), recipes()["tiny"].read_text(encoding="utf-8")):
+        same_by_both_parsers(text)
 
 
 def test_a_file_in_another_encoding(tmp_path: Path) -> None:

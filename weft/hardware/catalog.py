@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from weft.job.errors import JobError
-from weft.job.text_file import read_small_text
+from weft.job.text_file import FAST_LOADER, limit_nesting, read_small_text
 
 Kind = Literal["cuda", "rocm", "cpu"]
 
@@ -126,7 +126,8 @@ def read_catalog(path: Path | str) -> Catalog:
 
 def safe_load(text: str | bytes) -> Any:
     """yaml.safe_load, by libyaml, which is faster, where it is available."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
+    limit_nesting(text)
+    loader = FAST_LOADER(text)
     try:
         return loader.get_single_data()
     finally:

@@ -188,6 +188,7 @@ def test_damaged_folders_are_listed(tmp_path: Path, dashboard: Callable[..., Any
     hostile = {"axes": {"tp": "many", "<b>": 2}, "world": "x", "reasons": 5, "predicted": [1]}
     for i, (file, content) in enumerate([
         ("plan.json", json.dumps(hostile).encode()), ("plan.json", nested), ("job.yaml", b"train: [1\n"),
+        ("job.yaml", b"a: " + b"[" * 10**5 + b"]" * 10**5),
         ("job.yaml", b"a: &a [x]\nb: &b [*a,*a]\ntrain: {steps: {}}\n"),
         ("events.jsonl", b'{"event": ["x"], "step": {}}\n{"ev'),
         ("metrics.jsonl", b'{"step": 1e999}\n{"step": 5, "loss": "x", "ranks": [[1]], "experts": 3}\n'),
@@ -201,7 +202,7 @@ def test_damaged_folders_are_listed(tmp_path: Path, dashboard: Callable[..., Any
         (folder / file).write_bytes(content)
     with dashboard(tmp_path) as url:
         rows = get(f"{url}/api/runs")["runs"]
-        assert len(rows) == 9
+        assert len(rows) == 10
         for row in rows:
             base = f"{url}/api/runs/{urllib.request.quote(row['name'])}"
             for part in ("metrics", "samples", "events", "plan", "checkpoints", "logs"):
