@@ -121,6 +121,17 @@ def test_a_step_without_all_gradients_interrupts_the_chain(tmp_path: Path, monke
             assert (step in ring.held()) == (step not in (9, 10))
 
 
+def test_parts_that_cannot_be_continued_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    large(monkeypatch, room_for(2))
+    run, ring = Training(), Snapshots(tmp_path, rank=0, world=1)
+    for _ in range(5):
+        take(ring, run)
+    again = Snapshots(tmp_path, rank=0, world=1)
+    again.take(6, run.shards(), {})  # without the update
+    again.seal(6, {})
+    assert again.held() == [6] and not list(tmp_path.glob("part-*"))
+
+
 def test_whole_states_are_copied_where_parts_do_not_fit_or_take_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,10 +155,21 @@ def test_whole_states_are_copied_where_parts_do_not_fit_or_take_too_long(
     run.step = 7
     take(ring, run)
     assert ring.held() == [8] and len(list((tmp_path / "slow").glob("snap-*"))) == 1
-    several = Snapshots(tmp_path / "several", rank=0, world=2)
-    (tmp_path / "several").mkdir()
+
+
+def test_several_ranks_copy_whole_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their snapshots are merged and sent to other nodes; parts that a single rank left before are not used."""
+    large(monkeypatch, room_for(3))
+    run = Training()
+    ring = Snapshots(tmp_path, rank=0, world=1)
+    for _ in range(6):
+        take(ring, run)
+    assert Snapshots(tmp_path, rank=0, world=1).held() == ring.held() != []
+    several = Snapshots(tmp_path, rank=0, world=2)
+    assert several.held() == []
     take(several, run)
-    assert several.parts == 1  # the snapshots of several ranks are merged and sent to other nodes
+    assert several.parts == 1 and several.held() == [7]
+    assert not list(tmp_path.glob("part-*"))
 
 
 def test_parts_are_as_small_as_memory_allows() -> None:

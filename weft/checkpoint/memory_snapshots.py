@@ -95,6 +95,8 @@ class Snapshots:
         self._complete = False
         """Whether all files of the ring are allocated."""
         if folder is not None:
+            if world > 1:  # parts that a single rank left are of no use
+                self._remove_parts()
             paths = [*self._paths(keep, 1), *self._paths(MAX_PARTS + 1, 2)]
             self._slots = [slot for path in paths if path and (slot := Slot.found(path)) is not None]
             if self._slots and self.background:  # most probably those that are loaded
@@ -105,6 +107,11 @@ class Snapshots:
         """Those of parts have another name: they are of no use to other ranks."""
         kind = "snap" if parts == 1 else "part"
         return [None if self.folder is None else self.folder / f"{kind}-{self.rank}.{i}" for i in range(count)]
+
+    def _remove_parts(self) -> None:
+        for path in self._paths(MAX_PARTS + 1, 2):
+            if path is not None:
+                path.unlink(missing_ok=True)
 
     @property
     def parts(self) -> int:
@@ -119,11 +126,13 @@ class Snapshots:
     ) -> None:
         """Copy this rank's shards, or, for those that only an update changes, let settle() copy them. The snapshot is
         valid once it is sealed. With the `update` of the step, a large state may be copied in parts."""
-        count = parts_in(self._slots[0]) if self._parts is None and self._slots else self.parts
-        if count > 1 and update is None:
+        if self.parts > 1 and update is None:
             return  # this step could not be repeated
         if self._parts is None and self._slots:  # those that an earlier process left
-            self._parts = StateParts(shards, update, count)
+            count = parts_in(self._slots[0])
+            self._parts = StateParts(shards, update, count) if count == 1 or update is not None else None
+            if self._parts is None:
+                self._remove_parts()
         if self._parts is None or not self._parts.fits(shards, update) or not all(map(self._fits, self._slots)):
             self._slots, self._complete, self._parts = [], False, None
         if not self._complete:
@@ -248,9 +257,7 @@ class Snapshots:
 
     def _copy_whole(self) -> None:
         """Copy the whole state every few steps instead of parts in every step, which take too long."""
-        for path in self._paths(MAX_PARTS + 1, 2):
-            if path is not None:
-                path.unlink(missing_ok=True)
+        self._remove_parts()
         self.settle()
         self.drop()
         if self.background:
