@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from weft.checkpoint import memory_snapshots
+from weft.checkpoint import memory_snapshots, snapshot_storage
 from weft.checkpoint.memory_snapshots import Snapshots
 from weft.checkpoint.state_parts import MAX_PARTS, StateParts, cut_for
 from weft.optim.applied_update import AppliedUpdate
@@ -130,6 +132,25 @@ def test_parts_that_cannot_be_continued_are_removed(tmp_path: Path, monkeypatch:
     again.take(6, run.shards(), {})  # without the update
     again.seal(6, {})
     assert again.held() == [6] and not list(tmp_path.glob("part-*"))
+
+
+def test_whole_states_are_copied_where_the_file_system_is_too_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large(monkeypatch, room_for(3))
+    real = snapshot_storage.allocate
+
+    def full(path: Path | None, size: int) -> Tensor:
+        if len(list(tmp_path.glob("part-*"))) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, size)
+
+    monkeypatch.setattr(snapshot_storage, "allocate", full)
+    run, ring = Training(), Snapshots(tmp_path, rank=0, world=1)
+    for _ in range(2 * memory_snapshots.AGREE_AFTER):
+        take(ring, run)
+    assert ring.parts == 1 and ring.held() and not ring.refused
+    assert not list(tmp_path.glob("part-*"))
 
 
 def test_whole_states_are_copied_where_parts_do_not_fit_or_take_too_long(

@@ -256,7 +256,7 @@ class Snapshots:
         return 1 if copying < NEGLIGIBLE_COPY_S else max(1, math.ceil(copying / (MAX_COPY_SHARE * step)))
 
     def _copy_whole(self) -> None:
-        """Copy the whole state every few steps instead of parts in every step, which take too long."""
+        """Copy the whole state every few steps instead of parts in every step, which take too long or do not fit."""
         self._remove_parts()
         self.settle()
         self.drop()
@@ -310,7 +310,10 @@ class Snapshots:
         if self._allocator.is_alive():
             return
         allocator, self._allocator = self._allocator, None
-        if allocator.error is not None:  # a small /dev/shm, as in containers
+        if allocator.error is not None and self.parts > 1:
+            self._slots += allocator.slots
+            self._copy_whole()  # which may fit
+        elif allocator.error is not None:  # a small /dev/shm, as in containers
             self._slots, why = [], getattr(allocator.error, "strerror", None) or allocator.error
             self.refused = f"{why} in {self.folder}: faults are recovered from checkpoints on disk"
         elif self._parts is not None and allocator.size == self._parts.size:
