@@ -22,12 +22,14 @@ if TYPE_CHECKING:  # the process that only hands out tests to others need not im
 WORLD = 4
 LONG = (
     "test_families", "test_dryrun", "test_readme", "test_consistency", "test_experts", "test_compression",
-    "test_code_base", "test_parity", "test_pipeline", "test_compare", "test_resume", "test_fp8_layouts",
-    "test_recompute", "test_recipe", "test_layouts", "test_context", "test_expert_rebalance", "test_slurm",
-    "test_algorithms", "test_several_nodes", "test_recovery", "test_plan", "test_store_runs", "test_server_runs",
-    "test_replicas", "test_cli", "test_search", "test_streamed", "test_local_sgd", "test_attention", "test_ssh_and_mpi",
+    "test_pipeline", "test_parity", "test_code_base", "test_resume", "test_layouts", "test_encoder_layouts",
+    "test_recompute", "test_recipe", "test_slurm", "test_fp8_layouts", "test_context", "test_compare",
+    "test_expert_rebalance", "test_streamed_optimizer", "test_algorithms", "test_several_nodes", "test_recovery",
+    "test_plan", "test_checkpoint_ranks", "test_local_sgd", "test_workloads", "test_prove_routing", "test_attention",
+    "test_replicas", "test_server_runs", "test_kernels_interpreted", "test_ssh_and_mpi", "test_store_runs",
+    "test_search", "test_cli",
 )  # fmt: skip
-"""Files that take 20 s of CPU and more, the longest first: one that came last would leave the other workers idle.
+"""Files that take 12 s of CPU and more, the longest first: one that came last would leave the other workers idle.
 test_families brings all files of WITH_TRANSFORMERS with it, which take 100 s."""
 WITH_TRANSFORMERS = ("tests/pretrained/", "tests/adapters/test_hf_trainer.py", "tests/models/test_decoding_cache.py")
 """Importing it takes seconds, so one worker has all tests that do."""

@@ -77,6 +77,14 @@ def test_test_files_have_names_of_their_own() -> None:
     assert not twice, f"pytest cannot import two test files of one name: {twice}"
 
 
+def test_the_longest_files_exist() -> None:
+    """Those that tests/conftest.py starts first."""
+    text = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")
+    names = re.findall(r'"(test_\w+)"', text[text.index("LONG = (") : text.index("# fmt: skip")])
+    missing = set(names) - {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    assert len(names) > 20 and not missing
+
+
 def test_no_import_cycles() -> None:
     known = modules()
     graph = {name: imports_of(path, known) - {name} for name, path in known.items()}

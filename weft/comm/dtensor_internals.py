@@ -45,7 +45,8 @@ def forget_meshes(known: Sequence[Any]) -> None:
 def dtensor_caches() -> list[Any]:
     """The functools caches of torch.distributed.tensor. torch has no list of them and makes some at run time, so they
     are searched among the objects that the garbage collector tracks; frozen ones (gc.freeze) are not found."""
-    found = [x for x in gc.get_objects() if type(x) is functools._lru_cache_wrapper]
+    cache = functools._lru_cache_wrapper
+    found = [x for x in gc.get_referrers(cache) if type(x) is cache]  # its instances refer to it
     return [x for x in found if str(getattr(x, "__module__", "")).startswith("torch.distributed.tensor")]
 
 
