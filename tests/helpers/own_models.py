@@ -60,6 +60,13 @@ class InPlace(Plain):
         return self.head(x) * self.scale
 
 
+class Skips(Plain):
+    """A block is not called."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks[1](self.embed(tokens))) * self.scale
+
+
 class WithParts(Plain):
     """The same with a table of parts, so that tp can split it."""
 

@@ -58,6 +58,10 @@ def test_same_run(pool: RankPool, name: str, precision: str, layouts: tuple[str,
     check(pool, own(name, None, ONE_PASS, precision=precision), layouts)
 
 
+def test_a_block_that_is_not_called(pool: RankPool) -> None:
+    check(pool, own("Skips", None, "train.accumulation=2"), ("dp_shard 2 zero=1",))
+
+
 class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()

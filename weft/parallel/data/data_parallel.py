@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from weft.comm.algorithms import Start
@@ -30,7 +30,7 @@ from weft.parallel.data.bucket_queue import BucketQueue
 from weft.parallel.data.compression import Compressor
 from weft.parallel.data.delayed_sums import DelayedSums
 from weft.parallel.data.fsdp_compression import CompressedGather, CompressedScatter
-from weft.parallel.data.fsdp_internals import accumulate_gradients, outputs_without_views, reduce_now, sharded_params
+from weft.parallel.data.fsdp_internals import accumulate_gradients, reduce_now, shard_unit, sharded_params
 
 
 def nothing() -> None:
@@ -343,5 +343,4 @@ def shard(
     """Shard one unit's parameters over dp_shard, and replicate them over dp_replicate if the mesh has it."""
     param_dtype = None if dtype == torch.float32 else dtype
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    module.register_forward_hook(outputs_without_views)
-    fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy, shard_placement_fn=dim_of)
+    shard_unit(module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy, shard_placement_fn=dim_of)

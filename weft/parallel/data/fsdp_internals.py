@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class _NotAView(torch.autograd.Function):
         return grad
 
 
-def outputs_without_views(module: nn.Module, inputs: object, outputs: Any) -> Any:
+def _outputs_without_views(module: nn.Module, inputs: object, outputs: Any) -> Any:
     """A forward hook for units that will be sharded: an operation in place on a view, such as `y += x` on the output of
     an nn.Linear, would drop the hook with which FSDP2 gathers the weights of the backward pass."""
     if not torch.is_grad_enabled():
@@ -75,6 +76,28 @@ def sharded_params(unit: nn.Module) -> list[tuple[dist.ProcessGroup, list[Sharde
         )
         for group in _groups_of(unit)
     ]
+
+
+def shard_unit(unit: nn.Module, **settings: Any) -> None:
+    """fully_shard() of a unit whose outputs may be changed in place, and which a forward pass may leave out."""
+    unit.register_forward_hook(_outputs_without_views)
+    fully_shard(unit, **settings)
+    _allow_unused(unit)
+
+
+def _allow_unused(unit: nn.Module) -> None:
+    """Let a backward pass without a reduction leave out weights that no forward pass has used: FSDP2 would read their
+    gathered copies, which do not exist."""
+    for group in _groups_of(unit):
+        for param in group.fsdp_params:
+            param.to_accumulated_grad_if_needed = partial(
+                _accumulate_if_gathered, param, param.to_accumulated_grad_if_needed
+            )
+
+
+def _accumulate_if_gathered(param: Any, accumulate: Callable[[], None]) -> None:
+    if hasattr(param, "_unsharded_param"):
+        accumulate()
 
 
 def reduce_now(module: nn.Module) -> None:
