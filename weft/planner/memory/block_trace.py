@@ -19,7 +19,6 @@ from weft.planner.memory.live_bytes import (
     LiveBytes,
     PassBytes,
     Sizes,
-    encoding,
     enter,
     into_region_backward,
     keeps_input,
@@ -52,11 +51,10 @@ def block_bytes(m: Model, z: Sizes, mix: Mixture | None = None) -> BlockBytes:
     kept, exact = tape.live - x, tape.peak - x
     whole, forward, decoded = kept, exact, 0.0 * x
     if z.coded:
-        largest = tape.encode(x, z.c)
         # other tensors are freed as the forward pass goes on: the factors of a gated product, or its input, are there
-        working = np.minimum(exact, (2 if m.gated else 1) * largest * z.c + 4 * x)
+        working, largest = tape.encode(x, z.c, 2 if m.gated else 1, exact)
         kept = tape.live - x * CODED_BYTES / z.c
-        forward, decoded = kept + working + encoding(largest, z.c), 2 * largest * z.c
+        forward, decoded = kept + working, 2 * largest
     tape.take(dy=x)
     start = tape.peak = tape.live
     _block_backward(tape, m, z, mix)
@@ -89,7 +87,8 @@ def with_split_pass(block: BlockBytes, m: Model, z: Sizes, mix: Mixture | None, 
     back = block.none.backward
     if traced and not z.coded:
         back = np.maximum(back, _input_pass(m, z, mix))
-    return block._replace(none=replace(block.none, later=later, input_pass=back))
+    some, full = (replace(p, input_pass=p.backward) for p in (block.selective, block.full))
+    return BlockBytes(replace(block.none, later=later, input_pass=back), some, full)
 
 
 def _input_pass(m: Model, z: Sizes, mix: Mixture | None) -> Size:

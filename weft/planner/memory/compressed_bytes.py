@@ -13,10 +13,8 @@ from weft.planner.memory.live_bytes import FP32_BYTES
 from weft.planner.model.model_facts import Size
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts
+from weft.planner.time.buckets import bucket_sizes
 from weft.planner.time.compression import residual_bytes
-
-BUCKET_BYTES = Plan.bucket_mb * 2**20
-"""Of gradients that replicas sum together, if the job does not say."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +27,13 @@ class CompressedBytes:
     """Temporary, while their gradients are summed into shards."""
     gathering: Size
     """Temporary, while they are gathered."""
+    partial: Size
+    """Sums of the shard's gradients that wait for the last microbatch, which is summed over replicas of shards."""
+
+    @property
+    def kept(self) -> Size:
+        """Between microbatches."""
+        return self.residual + self.partial
 
 
 class CompressedLayouts:
@@ -42,17 +47,18 @@ class CompressedLayouts:
         self.encoded = self.used * (1.0 if self.kind.low_rank else 1 - 1 / ways)
         """Share of a unit's gradients that is encoded: not what a rank sends to itself."""
         self.gathers = self.used * (self.kind.weight < compute_bytes)
+        self.waits = self.used * (layouts.dp_replicate > 1) * (layouts.accumulation > 1)
         self.own = FP32_BYTES / ways
         """Bytes of a rank's own part, in fp32, for each number that is gathered."""
-        set_ = job.comm.bucket_mb
-        self.bucket = (BUCKET_BYTES if set_ == "auto" else set_ * 2**20) / FP32_BYTES
+        self.bucket = bucket_sizes(job, plan, layouts) * 2**20 / FP32_BYTES
 
-    def unit(self, numbers: Size) -> CompressedBytes:
-        """Of a unit with so many compressed numbers."""
+    def unit(self, numbers: Size, shard: Size) -> CompressedBytes:
+        """Of a unit with so many compressed numbers, of which a rank's shard has some."""
         return CompressedBytes(
             self.residual * numbers,
             self.encoded * self._temporary(self.kind.scattering, numbers),
             self.gathers * (self._temporary(self.kind.gathering, numbers) + self.own * numbers),
+            self.waits * FP32_BYTES * shard,
         )
 
     def summing(self, numbers: Size, largest: Size) -> Size:

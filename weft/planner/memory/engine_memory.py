@@ -123,7 +123,7 @@ class EngineMemory:
             inner = blocks if self.job.model.first_blocks is None else 0.0 * blocks
             dense = np.where(layouts.pp > 1, inner, self.stages.first_dense)
             again = np.minimum(blocks, layouts.recompute_blocks / layouts.pp)
-            counts = BlockCounts(blocks, dense, again, again, 0.0 * blocks)
+            counts = BlockCounts(blocks, dense, again, again, again > 0, 0.0 * blocks)
         else:
             counts = self.stages.at(layouts, at)
         rounds = self.device == "cpu" and self.plan.precision == "bf16" and not self.plan.split_master
@@ -131,9 +131,9 @@ class EngineMemory:
         units = unit_sizes(self.job, layouts.take(first), place.tp, place.shard, rounds)
         in_flight, pending, losses = microbatches_by_schedule(layouts, at, "in_flight", "pending", "losses_wait")
         splits = SPLITS[layouts.schedule] & (layouts.pp > 1)
-        again = np.where(layouts.recompute_blocks < 0, counts.blocks * (layouts.recompute > 0), counts.again)
-        some = np.flatnonzero(splits & (again > 0))
-        if len(some):  # a stage with recomputed blocks makes all its gradients in one pass
+        every = (counts.blocks > 0) & (layouts.recompute > 0)
+        some = np.flatnonzero(splits & np.where(layouts.recompute_blocks < 0, every, counts.at_once > 0))
+        if len(some):
             (in_flight[some],) = microbatches_by_schedule(layouts.take(some), at[some], "awaiting_backward")
             pending[some], splits[some] = 0.0, False
         if least:  # the first rank of a pipeline in a V holds least

@@ -286,19 +286,20 @@ class LayoutGroup:
 
     def stage(self, passes: Passes, states: dict[str, Size]) -> Stage:
         """The units of the rank."""
-        layouts, flags, (blocks, dense, again, again_waiting, _) = self.layouts, self.flags, self.rank.counts
+        layouts, flags, (blocks, dense, again, again_waiting, *_) = self.layouts, self.flags, self.rank.counts
         again, again_waiting = ((layouts.recompute > 0) * each for each in (again, again_waiting))
         compressed = self.compressed()
         stages = layouts.virtual_stages if flags["piped"] else 1
 
         def unit(kind: str, passes: PassBytes = NO_PASSES, experts: Unit | None = None) -> Unit:
             passes = passes.split(self.rank.pending > 0, stages) if flags["split_passes"] else passes
-            trained, width = states[f"{kind} trained_gathered"], self.compute_bytes
-            coded = None if compressed is None else compressed.unit(states[f"{kind} compressed"])
-            return Unit(
-                states[f"{kind} gathered"] * width, trained * width, trained, states[f"{kind} trained_padded"],
-                passes, experts, coded,
-            )  # fmt: skip
+            trained, shard, width = (
+                states[f"{kind} trained_gathered"],
+                states[f"{kind} trained_padded"],
+                self.compute_bytes,
+            )
+            coded = None if compressed is None else compressed.unit(states[f"{kind} compressed"], shard)
+            return Unit(states[f"{kind} gathered"] * width, trained * width, trained, shard, passes, experts, coded)
 
         apart = unit("experts") if "experts gathered" in states else None
         parts: list[tuple[Unit, Size]] = []

@@ -57,17 +57,22 @@ class LiveBytes:
         else:
             self.flash(size)
 
-    def encode(self, x: Size, c: int) -> Size:
+    def encode(self, x: Size, c: int, copies: int, most: Size) -> tuple[Size, Size]:
         """Store what is held in fp8, except for small tensors. `x` are the bytes of a block's input, `c` those of an
-        element. Returns the elements of the largest tensor that is stored."""
+        element. Returns the bytes that encoding one takes, with so many `copies` of it and what else the forward pass
+        still has (`most` in all), and those of the largest that is stored."""
+        working: Size = 0.0
         largest: Size = 0.0
         for name, size in self.held.items():
-            elements = size / (FP32_BYTES if name in FP32_TENSORS else c)
+            width = FP32_BYTES if name in FP32_TENSORS else c
+            elements = size / width
             coded = (elements >= x / c / SMALL_ACTIVATIONS) & (name not in EXACT_TENSORS)
             self.held[name] = np.where(coded, elements * CODED_BYTES, size)
-            largest = np.maximum(largest, elements * coded)
+            there = np.minimum(most, (2 if name == "soft" else copies) * size + 4 * x)
+            working = np.maximum(working, (there + encoding(elements, width)) * coded)
+            largest = np.maximum(largest, size * coded)
         self.live = sum(self.held.values())
-        return largest
+        return working, largest
 
 
 FP32_TENSORS = frozenset({

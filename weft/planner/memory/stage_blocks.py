@@ -37,6 +37,8 @@ class BlockCounts(NamedTuple):
     """Those recomputed, where the layout gives their number."""
     again_waiting: Size
     """The same, each counted by the share of waiting microbatches that its stage holds."""
+    at_once: Size
+    """1 where each of its stages has a recomputed block, and so makes all its gradients in one pass."""
     joins: Size
     """1 where they include the first block after the dense ones: the first of a decoder, or with experts."""
 
@@ -67,7 +69,7 @@ class StageBlocks:
 
     def _by_rank(self, pp: int, virtual: int, shape: bool, pairs: bool, again: int) -> Ranks:
         """BlockCounts of each rank of a pipeline that recomputes `again` blocks."""
-        whole = (self.layers, self.first_dense, again, again, 1)
+        whole = (self.layers, self.first_dense, again, again, again > 0, 1)
         if pp == 1:
             return [whole]
         stages = pp * virtual
@@ -76,7 +78,7 @@ class StageBlocks:
         except JobError:  # never chosen: more stages than blocks
             return [whole] * pp
         rank_of = vee(pp) if shape else tuple(s % pp for s in range(stages))
-        blocks, dense, recomputed, weighted, waits, joins = ([0] * pp for _ in range(6))
+        blocks, dense, recomputed, weighted, waits, at_once, joins = ([0] * pp for _ in range(7))
         for stage, ((first, end), rank) in enumerate(zip(split, rank_of, strict=True)):
             blocks[rank] += end - first
             dense[rank] += max(0, min(end, self.first_dense) - first)
@@ -85,10 +87,12 @@ class StageBlocks:
             here = end * again // self.layers - first * again // self.layers
             waiting = _waiting(pp, virtual, shape, rank, stage)
             recomputed[rank] += here
+            at_once[rank] += here > 0
             weighted[rank] += here * waiting
             waits[rank] += waiting
         counted = [min(blocks[r], virtual * weighted[r] / max(1, waits[r])) for r in range(pp)]
-        return list(zip(blocks, dense, recomputed, counted, joins, strict=True))
+        all_at_once = [count == virtual for count in at_once]
+        return list(zip(blocks, dense, recomputed, counted, all_at_once, joins, strict=True))
 
     def at(self, layouts: Layouts, index: Size) -> BlockCounts:
         """Blocks of pipeline rank `index`."""
@@ -121,13 +125,13 @@ class StageBlocks:
         entry = SCHEDULES[SCHEDULE_NAMES[schedule]]
         ranks = self._ranks(pp, virtual, entry.last_stage_on_first_rank, pairs, again)
         given = pp, virtual, np.arange(pp), count
-        one_pass = np.array([entry.splits_backward and (b if every else a) > 0 for b, _, a, *_ in ranks])
+        one_pass = np.array([entry.splits_backward and (b > 0 if every else once) for b, *_, once, _ in ranks])
         waits = entry.awaiting_backward or entry.in_flight
         flight = np.minimum(np.where(one_pass, waits(*given), entry.in_flight(*given)), count) + np.zeros(pp)
         pending = np.where(one_pass, 0.0, entry.pending(*given))
         vee_shaped = entry.last_stage_on_first_rank
         steady = vee_shaped & (count > flight * virtual - given[2] - 1)  # gradients are there while as many wait
-        rows = [(d, b - d, -a, flight[r], pending[r], steady[r]) for r, (b, d, _, a, _) in enumerate(ranks)]
+        rows = [(d, b - d, -a, flight[r], pending[r], steady[r]) for r, (b, d, _, a, *_) in enumerate(ranks)]
         kinds: dict[Any, list[int]] = {}
         for r in range(1, pp - 1):
             kinds.setdefault(rows[r][:3], []).append(r)

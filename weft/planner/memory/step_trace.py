@@ -88,9 +88,9 @@ class StepTrace:
         return FP32_BYTES * sum((p.elements if self.r.whole_gradients else p.shard) * count for p, count in parts)
 
     def _not_sent(self) -> Size:
-        """What all units have not sent in this step."""
+        """What all units keep of the gradients of this step because they are compressed."""
         parts = [(part, count) for unit, count in (*self.s.blocks, (self.s.root, 1.0)) for part in unit.parts]
-        return sum(part.compressed.residual * count for part, count in parts if part.compressed is not None)
+        return sum(part.compressed.kept * count for part, count in parts if part.compressed is not None)
 
     def _gather_all(self) -> None:
         for unit, count in (*self.s.blocks, (self.s.root, 1.0)):
@@ -283,7 +283,8 @@ class StepTrace:
         encoded: Size = 0.0
         if unit.compressed is not None:  # what is not sent is held beside that of the last step
             encoded = unit.compressed.scattering + (0.0 if fresh else unit.compressed.residual)
-            w.add(unit.compressed.residual * fresh, "communication")
+            kept = unit.compressed.residual if self.r.whole_gradients else unit.compressed.kept
+            w.add(kept * fresh, "communication")
         w.flash((full + shard) * copied + encoded, "communication")
         if fresh:
             w.add(shard, "gradients")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import sqrt
 
-from weft.hardware.catalog import Device
+import numpy as np
+
+from weft.hardware.catalog import Device, find_device
 from weft.hardware.linear_fit import fit_line
 from weft.hardware.measured import load_measured
 from weft.job.schema import Job
 from weft.planner.model.cluster_facts import cluster_facts
 from weft.planner.model.counts import count_parameters, count_trained
+from weft.planner.model.model_facts import Size
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
+from weft.planner.search.candidates import Layouts, distinct
 from weft.planner.time.collectives import rank_group
 
 MIN_BUCKET_MB, MAX_BUCKET_MB = 1.0, 200.0
@@ -33,6 +38,17 @@ def all_reduce_cost(job: Job, plan: Plan, device: Device) -> tuple[float, float]
     found = rank_group(cluster_facts(job, plan.world, device), n, plan.tp, own_calibration(device))
     alpha = 2 * float(found.latency_s) + (CPU_ALL_REDUCE_LATENCY_S if plan.device == "cpu" else 0.0)
     return alpha, 2 * (n - 1) / n / (float(found.gb_s) * 1e9)
+
+
+def bucket_sizes(job: Job, plan: Plan, layouts: Layouts) -> Size:
+    """Bucket size of each layout, in MiB; `plan` has what they do not."""
+    if job.comm.bucket_mb != "auto":
+        return np.full(len(layouts), job.comm.bucket_mb)
+    device = find_device(plan.device_name, job.cluster.catalog)
+    axes = {name: getattr(layouts, name) for name in ("dp_replicate", "cp", "tp", "pp")}
+    first, position = distinct(*axes.values())
+    plans = (replace(plan, dp_shard=1, **{name: int(size[i]) for name, size in axes.items()}) for i in first)
+    return np.array([bucket_mb(job, one, device)[0] for one in plans])[position]
 
 
 def bucket_mb(job: Job, plan: Plan, device: Device) -> tuple[float, str]:
