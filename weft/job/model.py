@@ -272,6 +272,11 @@ class Model(Section):
         return self.is_decoder or self.is_encoder or self.is_encoder_decoder
 
     @property
+    def ends_with_product(self) -> bool:
+        """Whether nothing but the residual sum follows the last product of a block, so that recompute stops before."""
+        return not self.dropout and self.norm_at in (None, "input")
+
+    @property
     def is_encoder_decoder(self) -> bool:
         """Whether it is an encoder with a decoder, of tokens, of Weft's own."""
         return self._is("encoder_decoder")

@@ -120,6 +120,12 @@ class Plan:
         """Bytes of an element of weights and activations while they compute."""
         return 4 if self.precision == "fp32" else 2
 
+    def recomputed(self, first: int, end: int, layers: int) -> int:
+        """How many of a stage's blocks run again, in whole or in part: the first of them, as in memory/recompute.py."""
+        again = {"none": 0, "selective": layers, "full": layers}.get(str(self.recompute), self.recompute)
+        assert isinstance(again, int)
+        return end * again // layers - first * again // layers
+
     @property
     def dp(self) -> int:
         """Ranks that read different samples."""

@@ -13,7 +13,10 @@ from weft.planner.estimator import make_estimator
 from weft.planner.job_estimate import estimate_job
 from weft.planner.make_plan import start_plan
 from weft.planner.memory.peak_walk import PARTS
+from weft.planner.plan import Plan
+from weft.planner.search.candidates import Layouts
 from weft.planner.search.space import all_layouts, job_space
+from weft.planner.time.buckets import bucket_sizes
 
 LLAMA: dict[str, Any] = {"family": "llama", "dim": 2048, "layers": 16, "heads": 16, "ffn": 5632, "vocab": 32000}
 MOE = {**LLAMA, "experts": {"count": 8, "top_k": 2, "ffn": 2048}}
@@ -117,3 +120,14 @@ def test_the_peak_is_that_of_the_fullest_rank(model: dict[str, Any]) -> None:
     layouts = layouts.take(np.flatnonzero(layouts.pp == 5)[::3])
     ranks = [sum(estimator.stage_gib(layouts, np.full(len(layouts), rank)).values()) for rank in range(5)]
     assert estimator.peak_gib(layouts) == pytest.approx(np.max(ranks, axis=0), rel=1e-9)
+
+
+@pytest.mark.parametrize("layout", [{"dp_replicate": 2, "tp": 2}, {"dp_replicate": 4}])
+def test_memory_counts_the_buckets_that_the_plan_gets(layout: dict[str, int]) -> None:
+    raw: Any = {
+        "model": LLAMA, "data": {"source": "synthetic", "seq_len": 2048}, "train": {"global_batch": 4},
+        "cluster": {"device": "h200", "devices_per_node": 4}, "parallel": layout, "comm": {"compression": "fp16"},
+    }  # fmt: skip
+    job, plan = make_plan(parse_job(raw))
+    assert bucket_sizes(job, plan, Layouts.one(plan)) == plan.bucket_mb
+    assert plan.bucket_mb != Plan.bucket_mb

@@ -63,7 +63,7 @@ def block_bytes(m: Model, z: Sizes, mix: Mixture | None = None) -> BlockBytes:
     again.take(x=x, dy=x)
     _block_forward(again, m, z, mix)
     again.drop("out")
-    if mix is None and not m.dropout and m.norm_at in (None, "input"):
+    if mix is None and m.ends_with_product:
         again.peak = again.live  # the forward pass that runs again stops before its last product
     _block_backward(again, m, z, mix)
     inner = 3 * x - again.at_expert_gradients

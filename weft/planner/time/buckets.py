@@ -45,10 +45,15 @@ def bucket_sizes(job: Job, plan: Plan, layouts: Layouts) -> Size:
     if job.comm.bucket_mb != "auto":
         return np.full(len(layouts), job.comm.bucket_mb)
     device = find_device(plan.device_name, job.cluster.catalog)
-    axes = {name: getattr(layouts, name) for name in ("dp_replicate", "cp", "tp", "pp")}
-    first, position = distinct(*axes.values())
-    plans = (replace(plan, dp_shard=1, **{name: int(size[i]) for name, size in axes.items()}) for i in first)
-    return np.array([bucket_mb(job, one, device)[0] for one in plans])[position]
+    columns = layouts.dp_replicate, layouts.cp, layouts.tp, layouts.pp
+    first, position = distinct(*columns)
+    sizes = [
+        bucket_mb(job, replace(plan, dp_replicate=copies, dp_shard=1, cp=cp, tp=tp, pp=pp), device)[0]
+        if copies * cp > 1
+        else plan.bucket_mb
+        for copies, cp, tp, pp in zip(*(column[first].tolist() for column in columns), strict=True)
+    ]
+    return np.array(sizes)[position]
 
 
 def bucket_mb(job: Job, plan: Plan, device: Device) -> tuple[float, str]:

@@ -80,10 +80,8 @@ def context_bytes(
     ring, ulysses = plan.rings
     d, layers = model.head_dim or 0, attentions(model, 0, model.layers or 0) / plan.pp if count is None else count
     heads, kv = (model.heads or 0) // plan.tp, max(1, (model.kv_heads or 0) // plan.tp)
-    again: float = {"none": 0, "full": 1, "selective": 1}.get(str(plan.recompute), 0)
-    if isinstance(plan.recompute, int):
-        again = plan.recompute / max(1, model.layers or 1)
-    passes = 1 if plan.long else 1 + again  # the forward pass once more in the backward pass
+    # the forward pass once more in the backward pass
+    passes = 1 if plan.long else 1 + plan.recomputed(0, model.layers or 1, model.layers or 1) / (model.layers or 1)
     out: dict[str, float] = {}
     held = max(kv, ulysses)  # copies of key heads where there are fewer than ranks
     if ring > 1 and not model.is_encoder_decoder:

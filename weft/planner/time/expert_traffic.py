@@ -21,17 +21,18 @@ def expert_bytes(job: Job, plan: Plan, stage: int, out: dict[str, Counter[str]])
         return
     first, end, _, _ = stage_range(job.model, plan, stage)
     blocks = max(0, end - max(first, e.first_dense))
-    again = plan.recompute == "full"
-    passes = plan.accumulation * blocks * (2 if again else 1)  # forward
+    again = max(0, first + plan.recomputed(first, end, job.model.layers or 1) - max(first, e.first_dense))
+    passes = plan.accumulation * (blocks + again)  # forward
     size = plan.compute_bytes * (job.model.dim or 0)
     seq = -(-job.data.seq_len // (plan.cp * plan.tp))
     tokens = plan.microbatch * seq
     if plan.ep > 1:
-        trips = plan.accumulation * blocks * (6 if again else 4)  # there and back, in each pass
+        trips = plan.accumulation * (4 * blocks + 2 * again)  # there and back, in each pass
         for axis in ("ep",) if plan.ep_hop == 1 else ("ep_near", "ep_far"):
             out[axis]["all_to_all"] += trips * tokens * e.top_k * size + passes * e.count * INDEX_BYTES
     if plan.tp > 1 and not plan.sequence:  # parts of the tokens are joined going out, and their gradients going back
-        out["tp"]["all_gather"] += 2 * plan.accumulation * blocks * tokens * plan.tp * size
+        joined = 2 * blocks + (0 if job.model.ends_with_product else again)
+        out["tp"]["all_gather"] += plan.accumulation * joined * tokens * plan.tp * size
     parts = [(axis, degree) for axis, degree in (("tp", plan.tp), ("cp", plan.cp)) if degree > 1]
     if e.aux_scope == "sequence" and (e.balance == "aux" if e.aux_weight is None else e.aux_weight > 0):
         for axis, _ in parts:

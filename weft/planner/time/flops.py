@@ -22,10 +22,11 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
     for stage in stages_of(plan, coords["pp"]):
         first, end, begins, ends = stage_range(model, plan, stage)
         shards = list(param_shards(model, plan, stage, coords))
-        recomputed = _recomputed(plan, first, end, model.layers or 1)
+        # selective recompute repeats no products
+        recomputed = 0 if plan.recompute == "selective" else plan.recomputed(first, end, model.layers or 1)
         again = set(list(dict.fromkeys(s.weight.unit for s in shards if s.weight.unit))[:recomputed])
         # the last product runs again only where something follows it
-        plain = not model.dropout and model.norm_at in (None, "input") and model.lora is None
+        plain = model.ends_with_product and model.lora is None
         for shard in shards:
             name, size = shard.weight.name, prod(shard.weight.on_tp(plan.tp, coords["tp"]))
             if shard.weight.experts and model.experts is not None:  # each token meets a few; load is taken as even
@@ -65,10 +66,3 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
             turns = prod(replica_axes(plan, shard.weight).values()) if entry.takes_turns else 1
             total += entry.flops(shard.for_optimizer) / turns
     return total
-
-
-def _recomputed(plan: Plan, first: int, end: int, layers: int) -> int:
-    """How many of a stage's blocks run again, the first of them, as in memory/recompute.py."""
-    if isinstance(plan.recompute, str):
-        return end - first if plan.recompute == "full" else 0
-    return end * plan.recompute // layers - first * plan.recompute // layers

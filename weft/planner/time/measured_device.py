@@ -9,7 +9,7 @@ from weft.job.schema import Job
 from weft.planner.model.fp8 import cast_bytes, fp8_speedup, fp8_weights, head_in_fp8
 from weft.planner.model.parameters import stage_weights
 from weft.planner.plan import Plan
-from weft.planner.time.traffic import gradients_stay_low_precision, recomputed_share
+from weft.planner.time.traffic import gradients_stay_low_precision
 
 
 def step_seconds(job: Job, plan: Plan, measured: Measured) -> float | None:
@@ -29,7 +29,7 @@ def step_seconds(job: Job, plan: Plan, measured: Measured) -> float | None:
     back = 2 * ahead
     forward, backward = attention_seconds(job, plan, measured)
     rest = elementwise_bytes(job, plan.microbatch * job.data.seq_len)
-    again = recomputed_share(plan, m)
+    again = plan.recomputed(0, m.layers or 1, m.layers or 1) / (m.layers or 1)
     kept = plan.recompute == "selective"  # only what is neither a matrix product nor attention is recomputed
     once = (1 if kept else 1 + again) * (ahead + forward) + (1 + again) * rest / 3 / scale
     coding = 2 * saved_bytes(job, tokens) * (1 - again) / scale if plan.activations == "fp8" else 0.0

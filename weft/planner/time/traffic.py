@@ -85,7 +85,8 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
         if plan.tp > 1:
             add = _mlp_tp if job.model.is_stack else _transformer_tp
             add(job, plan, stage, out["tp"])
-            out["tp"]["all_reduce"] += FP32_BYTES * sum(
+            width = plan.compute_bytes if gradients_stay_low_precision(plan) else FP32_BYTES
+            out["tp"]["all_reduce"] += width * sum(
                 p.held for p in shards if p.weight.trained and p.weight.cut is None and not _on_ep(p, plan)
             )
         expert_bytes(job, plan, stage, out)
@@ -132,34 +133,39 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
     """Two regions of cut matrices in a block, each entered and left; the embedding is only left, the head entered."""
     model, times = job.model, plan.accumulation
     first, end, begins, ends = stage_range(model, plan, stage)
-    blocks = end - first
     one = plan.microbatch * job.data.seq_len // plan.cp * (model.dim or 0) * plan.compute_bytes
-    e = model.experts
-    dense = blocks if e is None else max(0, min(end, e.first_dense) - first)
-    unrouted = blocks if e is None or e.shared else dense
-    enters = blocks + unrouted + (1 if ends else 0)
-    leaves = blocks + unrouted + (1 if begins and not model.is_classifier else 0)
-    # cross attention enters with both streams; the source and the target are embedded
-    cross = attentions(model, first, end) - blocks
-    enters, leaves = enters + 2 * cross, leaves + cross + (1 if begins and model.is_encoder_decoder else 0)
-    # a block that runs again stops at the last matrix, whose input is all that is missing (unless dropout follows)
-    once_more = (blocks + unrouted + 2 * cross, blocks + unrouted + cross - (0 if model.dropout else dense))
-    again = once_more if plan.recompute == "full" else (0, 0)
+    enters, leaves, _ = _regions(model, first, end)
+    # the source and the target of an encoder and a decoder are embedded
+    both = leaves + enters + ends + (0 if model.is_classifier else (1 + model.is_encoder_decoder) * begins)
+    some = first + plan.recomputed(first, end, model.layers or 1)
+    enters_again, leaves_again, dense = _regions(model, first, some)
+    # a block that runs again stops at the last matrix, whose input is all that is missing
+    leaves_again -= dense if model.ends_with_product else 0
     if plan.sequence:
-        tp["all_gather"] += times * one * (enters + leaves + again[0])
-        tp["reduce_scatter"] += times * one * (enters + leaves + again[1])
+        tp["all_gather"] += times * one * (both + enters_again)
+        tp["reduce_scatter"] += times * one * (both + leaves_again)
     else:
-        tp["all_reduce"] += times * one * (enters + leaves + again[1])
+        tp["all_reduce"] += times * one * (both + leaves_again)
     if plan.tp > (model.kv_heads or 0):  # keys and values of which each rank computes a part of a head
-        kv = 2 * times * (blocks + cross) * one // (model.dim or 1) * (model.kv_heads or 0) * (model.head_dim or 0)
-        tp["all_gather"] += kv * (2 if plan.recompute == "full" else 1)
-        tp["reduce_scatter"] += kv
+        kv = 2 * times * one // (model.dim or 1) * (model.kv_heads or 0) * (model.head_dim or 0)
+        tp["all_gather"] += kv * (attentions(model, first, end) + attentions(model, first, some))
+        tp["reduce_scatter"] += kv * attentions(model, first, end)
     if begins and model.lora is not None:  # what a frozen embedding gives has no gradient
         for kind in ("all_gather", "reduce_scatter") if plan.sequence else ("all_reduce",):
             tp[kind] -= times * one
     if ends:  # for each target: the largest logit, and three sums over the vocabulary
         targets = plan.microbatch * (1 if model.labels_samples else job.data.seq_len // plan.cp)
         tp["all_reduce"] += times * targets * 4 * FP32_BYTES
+
+
+def _regions(model: Model, first: int, end: int) -> tuple[int, int, int]:
+    """How often some blocks enter and leave regions of cut matrices, and how many of them are dense. Cross attention
+    enters with both streams."""
+    blocks, e = end - first, model.experts
+    dense = blocks if e is None else max(0, min(end, e.first_dense) - first)
+    unrouted = blocks if e is None or e.shared else dense
+    cross = attentions(model, first, end) - blocks
+    return blocks + unrouted + 2 * cross, blocks + unrouted + cross, dense
 
 
 def _mlp_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
@@ -288,8 +294,8 @@ def _approximate(job: Job, plan: Plan) -> dict[str, float]:
         out["dp_replicate"] = FP32_BYTES * parameters / (plan.dp_shard * plan.cp)
     if plan.tp > 1 and not job.model.is_stack:
         tokens = plan.microbatch * plan.accumulation * job.data.seq_len / plan.cp
-        times = 8 + 4 * recomputed_share(plan, job.model)  # two gathers and two sums a block, in each pass
-        layers = job.model.layers or 0
+        layers = job.model.layers or 1
+        times = 8 + 4 * plan.recomputed(0, layers, layers) / layers  # two gathers and two sums a block, in each pass
         cross = 0.75 * (attentions(job.model, 0, layers) - layers)  # entered with both streams, and left
         out["tp"] = times * (layers + cross) / plan.pp * tokens * (job.model.dim or 0) * compute
     if plan.pp > 1:
@@ -298,10 +304,3 @@ def _approximate(job: Job, plan: Plan) -> dict[str, float]:
         sent = plan.microbatch * plan.accumulation * width * (job.model.dim or 0) * compute
         out["pp"] = 2 * plan.virtual_stages * sent  # activations forward, gradients back
     return out
-
-
-def recomputed_share(plan: Plan, model: Model) -> float:
-    """The share of blocks that are recomputed, in whole or in part."""
-    if isinstance(plan.recompute, str):
-        return 0.0 if plan.recompute == "none" else 1.0
-    return plan.recompute / (model.layers or 1)
