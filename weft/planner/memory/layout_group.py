@@ -22,7 +22,6 @@ from weft.planner.memory.step_trace import StepTrace
 from weft.planner.memory.step_units import Regime, Stage, Unit
 from weft.planner.memory.unit_passes import Passes, PassTables
 from weft.planner.model.model_facts import Size
-from weft.planner.schedules.known_schedules import SCHEDULE_NAMES
 from weft.planner.search.candidates import OFFLOADS, distinct
 
 CODING_BYTES = 64
@@ -31,8 +30,6 @@ RUNTIME_BYTES = {"cpu": 0.35 * GIB, "cuda": 0.0}
 """torch itself, resident on a CPU rank. The context of a GPU is not part of what its allocator counts."""
 WORKSPACE_BYTES = 0.3 * GIB
 """Scratch of cuBLAS and cuDNN in compiled blocks."""
-ALL_FORWARD_FIRST = np.array([name == "gpipe" for name in SCHEDULE_NAMES])
-"""By the code of a schedule: whether all microbatches pass forward before the first backward pass."""
 NO_PASSES = PassBytes(0.0, 0.0, 0.0)
 
 
@@ -105,11 +102,7 @@ class LayoutGroup:
         if self.plan.backend == "gloo" and flags["piped"]:  # a send is known to be complete only when waited for
             local = 2 * (layouts.back_and_forth & (rank.at == layouts.pp - 1))
             sent = stage.hidden * (2 * layouts.virtual_stages - self.begins - self.ends - local)
-        StepTrace(stage, regime, walk).run(
-            rank.in_flight, rank.pending, layouts.accumulation, flags["piped"], layouts.virtual_stages,
-            sent, ALL_FORWARD_FIRST[layouts.schedule],
-            rank.losses_wait, rank.alone,
-        )  # fmt: skip
+        StepTrace(stage, regime, walk).run(rank, flags["piped"], sent)
         # what the last step did not send is kept until this one is known to be taken
         kept = between["communication"] + states["not sent before"]
         walk.restart({**between, "gradients": states["gradients"], "communication": kept})

@@ -14,6 +14,8 @@ from weft.planner.search.candidates import Layouts, distinct
 
 SPLITS = np.array([SCHEDULES[name].splits_backward for name in SCHEDULE_NAMES])
 """By the code of a schedule: whether it computes gradients of weights separately."""
+ALL_FORWARD_FIRST = np.array([name == "gpipe" for name in SCHEDULE_NAMES])
+"""The same: whether all microbatches pass forward, and their losses wait, before the first backward pass."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,11 @@ class Rank:
     position: Size
     """Its column in the table of unit sizes."""
     in_flight: Size
+    """Microbatches held at once, each over all stages of the rank."""
     pending: Size
+    """Of these, held until gradients of weights are made."""
     losses_wait: Size
+    """Backward passes of the first stage during which the loss of another microbatch waits."""
     splits: Size
     """Whether gradients of weights are computed separately."""
 

@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 
+from weft.planner.memory.layout_ranks import ALL_FORWARD_FIRST, Rank
 from weft.planner.memory.live_bytes import FP32_BYTES
 from weft.planner.memory.peak_walk import Walk
 from weft.planner.memory.step_units import Regime, Stage, Unit
@@ -32,19 +33,12 @@ class StepTrace:
         """Bytes of gradients that are being reduced."""
         self.loss_waits: Size = 0.0
 
-    def run(
-        self, in_flight: Size, pending: Size, accumulation: Size, pipelined: bool, stages: Size, sent: Size,
-        loss_held: Size, losses_wait: Size, alone: Size,
-    ) -> None:  # fmt: skip
+    def run(self, rank: Rank, pipelined: bool, sent: Size) -> None:
         """Trace the passes that may hold the peak: the first microbatch, one with all gradients in place, the last.
-
-        `in_flight` microbatches are held at once, each over all `stages` of the rank, `pending` of them until gradients
-        of weights are made, and as many with all gradients where the pipeline is `steady`; `sent` are the bytes that a
-        backward pass leaves in send buffers; `loss_held` is 1 where each loss waits for the last forward pass;
-        during `losses_wait` backward passes of the first stage, the loss of another microbatch waits; where `alone`,
-        backward passes with all gradients hold no other microbatch.
-        """
-        self.loss_waits = losses_wait > 0
+        `sent` are the bytes that a backward pass leaves in send buffers."""
+        in_flight, stages, alone = rank.in_flight, rank.layouts.virtual_stages, rank.alone
+        loss_held = ALL_FORWARD_FIRST[rank.layouts.schedule]
+        self.loss_waits = rank.losses_wait > 0
         w, kept = self.w, self.s.kept - self.s.end.kept * (1 - loss_held)
         if self.r.sharded and not self.r.gathers_again and pipelined:
             self._gather_all()
@@ -52,7 +46,7 @@ class StepTrace:
         w.add(waiting * kept, "activations")
         delayed: Size = 0.0
         if self.r.split_passes:  # with the graph, which starts at the loss
-            delayed = np.maximum(pending * stages - 1, 0) * (self.s.all_later + self.s.end.kept * (1 - loss_held))
+            delayed = np.maximum(rank.pending * stages - 1, 0) * (self.s.all_later + self.s.end.kept * (1 - loss_held))
         w.add(delayed, "activations")
         if not self.r.several:
             self._pass(first=True, last=True)
@@ -64,14 +58,14 @@ class StepTrace:
                 w.add(self.reducing + self._not_sent(), "communication")
         else:
             self._pass(first=True, last=False)
-        self.loss_waits = losses_wait > 1
+        self.loss_waits = rank.losses_wait > 1
         if pipelined:
             fewer = 0.0 * waiting if self.r.steady else ~alone * np.minimum(waiting, 1.0 / stages)
             w.free(fewer * kept, "activations")
             if self.r.split_passes:
                 w.add(alone * self.s.all_later, "activations")
                 delayed = delayed + alone * self.s.all_later
-            w.add(sent * (accumulation - in_flight), "communication")
+            w.add(sent * (rank.layouts.accumulation - in_flight), "communication")
             self._pass(first=False, last=False, finished=alone * (waiting * kept + delayed))
             w.free((waiting - fewer) * kept, "activations")
             w.free(delayed, "activations")
