@@ -3,7 +3,8 @@
     python bench/memory_random.py --jobs 60 --seed 3
 
 Families, parts of models, layouts, schedules, optimizers, precisions, recompute, fp8 activations, offload and
-compression are drawn; combinations that the rules refuse are left out. The first and the last rank of a pipeline are traced.
+compression are drawn; combinations that the rules refuse are left out. The first and the last rank of a pipeline are
+traced.
 """
 
 from __future__ import annotations

@@ -126,7 +126,9 @@ def peak_error(found: DryRun) -> float:
 def test_trace_equals_estimate(index: int) -> None:
     found = traced_case(index)
     _, layout, _, sections = CASES[index]
-    assert_exact(found, traffic="cp" not in layout or sections.get("memory", {}).get("recompute") != 2)
+    # what cp sends again is counted one by one only if all blocks run again
+    again = sections.get("memory", {}).get("recompute", "none")
+    assert_exact(found, traffic="cp" not in layout or again in ("none", "full"))
     if "cp" not in layout:
         assert found.traced["flops"] == pytest.approx(found.estimated["flops"], rel=0.01)
     assert abs(peak_error(found)) < 0.08
