@@ -72,7 +72,8 @@ class LayoutGroup:
         return SharedTables(*self._distinct(), *self.tables.columns(self.layouts, self.flags))
 
     def _passes(self, shared: SharedTables, chosen: slice) -> Passes:
-        return Passes.from_table(shared.passes, shared.columns[chosen], self.layouts.recompute, self.flags["partly"])
+        flags = self.flags["partly"], self.flags["split_passes"]
+        return Passes.from_table(shared.passes, shared.columns[chosen], self.layouts.recompute, *flags)
 
     def trace(self, detail: bool, shared: SharedTables, chosen: slice) -> Walk:
         """The walk through a step; the layouts are the `chosen` ones of a group that has the tables."""
@@ -322,14 +323,12 @@ class LayoutGroup:
             in_forward = (passes.distances * streams + passes.masks) * (layouts.recompute == 0)
         head_grad = passes.head_grad * self.ends * (self.job.model.lora is None)
         per_microbatch = passes.per_microbatch * np.maximum(stages, streams) + stays
-        # the norm between an encoder and a decoder is where the first block of the decoder is
-        joins = self.rank.counts.joins * self.job.model.is_encoder_decoder
         begin, end = passes.begin.on(self.begins), passes.end.on(self.ends)
-        begin = replace(
-            begin, kept=begin.kept + passes.between * joins,
-            backward=np.maximum(begin.backward, passes.between_back * joins),
-        )  # fmt: skip
-        end = replace(end, later=end.later + passes.end.later * joins)
+        if self.job.model.is_encoder_decoder:  # the norm between them is where the first block of the decoder is
+            joins = self.rank.counts.joins
+            back = np.maximum(begin.backward, passes.between_back * joins)
+            begin = replace(begin, kept=begin.kept + passes.between * joins, backward=back)
+            end = replace(end, later=end.later + passes.end.later * joins)
         end = end.split(self.rank.pending > 0, 1) if flags["split_passes"] else end
         return Stage(
             tuple(kinds), unit("root"), begin, end, head_grad,

@@ -59,16 +59,17 @@ class Passes:
         return np.stack([np.broadcast_to(np.asarray(row, float), size) for row in rows])
 
     @classmethod
-    def from_table(cls, table: Any, columns: Any, recompute: Any, partly: bool) -> Passes:
+    def from_table(cls, table: Any, columns: Any, recompute: Any, partly: bool, split: bool) -> Passes:
         """The passes of layouts, by their columns in such an array and the codes of their recompute modes; `partly`
         where some blocks are not recomputed."""
 
         def part(row: int) -> PassBytes:
-            return PassBytes(*table[row : row + each].take(columns, axis=1))
+            return PassBytes(*table[row : row + read].take(columns, axis=1))
 
         each, last = len(PASS_ROWS), len(table) - len(SINGLE_ROWS)
         code, blocks = int(recompute[0]) if len(recompute) else 0, []
-        same, numbers = np.all(recompute == code), np.arange(each)[:, None]
+        read = each if split else each - 2  # the last two are of split backward passes
+        same, numbers = np.all(recompute == code), np.arange(read)[:, None]
         for row in range(0, last - 2 * each, 3 * each):
             chosen = part(row + each * code) if same else PassBytes(*table[row + each * recompute + numbers, columns])
             blocks.append((chosen, part(row)) if partly else (chosen,))
