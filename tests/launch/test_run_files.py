@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from helpers.command import Started, run_of, step_of, weft, write_job
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.job.errors import Exit, JobError, MachineError
+from weft.job.errors import Exit, FitError, JobError, MachineError
 from weft.job.load import load_job
 from weft.job.run_folder import RunDir
 from weft.launch.run_files import RunFiles, write_job_and_plan
-from weft.launch.train import prepare
+from weft.launch.train import check_processes, prepare
+from weft.planner import Plan
 from weft.supervisor.run_lock import run_lock
 
 SMALL: dict[str, Any] = {
@@ -210,3 +212,11 @@ def test_moved_run_folder_ends_the_run(tmp_path: Path, options: list[str]) -> No
     result = started.end()
     assert result.code == Exit.MACHINE, result.err
     assert "the run folder runs/job was moved or deleted" in result.last
+
+
+def test_more_ranks_than_memory_are_refused() -> None:
+    plan = Plan(device="cpu", device_name="cpu", backend="gloo", dp_replicate=10**6)
+    with pytest.raises(FitError, match=r"1000000 ranks on this machine take 64 MiB each .*ranks would work"):
+        check_processes(plan)
+    check_processes(replace(plan, dp_replicate=2))
+    check_processes(replace(plan, device="cuda"))

@@ -14,7 +14,7 @@ from weft.data.epochs import with_steps
 from weft.data.open_dataset import check_dataset
 from weft.hardware.probe import probe
 from weft.hardware.rank_environment import export_torchrun_variables
-from weft.job.errors import Exit, JobError, MachineError
+from weft.job.errors import Exit, FitError, JobError, MachineError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.job.store_path import check_access
@@ -23,6 +23,7 @@ from weft.launch.queue.run_claim import claimed_for_run
 from weft.launch.run_files import RunFiles, keep_earlier_run
 from weft.planner import RUNNABLE, Plan, check, check_fits, make_plan
 from weft.planner.disk_space import check_checkpoint_space
+from weft.planner.engine_constants import RANK_PROCESS_BYTES
 from weft.planner.ranks import shares_devices
 from weft.server.launcher import launch_server_run
 from weft.server.rendezvous import prepare_rendezvous
@@ -46,10 +47,21 @@ def prepare(job: Job, nproc: int | None = None) -> tuple[Job, Plan]:
             "with cluster.device=cpu"
         )
     check_fits(job, plan)
+    check_processes(plan)
     check_checkpoint_space(job, plan)
     check_dataset(job)
     check_trackers(job)
     return job, plan
+
+
+def check_processes(plan: Plan) -> None:
+    """Refuse more CPU ranks than this machine has memory for, whatever the model."""
+    most = int(probe().memory_gib * 2**30 / RANK_PROCESS_BYTES)
+    if plan.device == "cpu" and plan.world // plan.nodes > most:
+        raise FitError(
+            f"{plan.world // plan.nodes} ranks on this machine take {RANK_PROCESS_BYTES / 2**20:.0f} MiB each before "
+            f"they hold a model, and it has {probe().memory_gib:.1f} GiB; up to {most} ranks would work"
+        )
 
 
 def start(

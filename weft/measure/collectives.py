@@ -24,6 +24,7 @@ from weft.job.errors import FitError, JobError, MachineError
 from weft.launch.rank_pool import RankPool
 from weft.measure.collective_times import DTYPES, KINDS, Case, cases, measure
 from weft.mesh import connect
+from weft.planner.engine_constants import RANK_PROCESS_BYTES
 from weft.planner.plan import AXES, Plan
 from weft.planner.rules.layout_syntax import parse_layout
 from weft.planner.rules.layout_syntax import ranks as ranks_of
@@ -33,8 +34,6 @@ SIZE_FACTOR = 4
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 CPU_RANKS = 4
 EVERYONE = "everyone"
-RANK_BYTES = 64 * 2**20
-"""Memory of a rank's process that it shares with no other."""
 MESSAGES = 3
 """Tensors of the largest size that a rank holds: what it sends, what it receives, and the backend's copy."""
 
@@ -246,7 +245,7 @@ def show(found: CollectiveTimes) -> str:
 
 def check_memory(ranks: int, largest: int) -> None:
     """Ranks of one machine fit into its free memory."""
-    each, free = RANK_BYTES + MESSAGES * largest, psutil.virtual_memory().available
+    each, free = RANK_PROCESS_BYTES + MESSAGES * largest, psutil.virtual_memory().available
     if ranks * each > free:
         works = f"--nproc {free // each}" if free // each > 1 else "a smaller --max"
         raise FitError(

@@ -40,3 +40,6 @@ MUON_ITERATIONS = 5
 NOISE_VALUES = 2**17
 """Different values of the noise of stochastic rounding; also the numbers that a CPU encodes at a time, which fit its
 cache."""
+
+RANK_PROCESS_BYTES = 64 * 2**20
+"""Memory of a CPU rank's process that it shares with no other, before it holds a model."""
