@@ -64,5 +64,5 @@ def test_probe_of_this_machine(tmp_path: Path, in_process: Callable[..., Output]
     assert list(tmp_path.iterdir()) == []
     refused = in_process(tmp_path, "doctor", "cluster.nodes=2")
     assert (refused.code, "give --on TARGET" in refused.last) == (2, True)
-    missing = in_process(tmp_path, "doctor", "cluster.workdir=/nowhere", *words[1:])
-    assert (missing.code, "/nowhere" in missing.out) == (4, True)
+    missing = in_process(tmp_path, "doctor", "cluster.workdir=/proc/nowhere", *words[1:])
+    assert (missing.code, "/proc/nowhere" in missing.out) == (4, True)

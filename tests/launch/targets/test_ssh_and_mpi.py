@@ -161,7 +161,7 @@ def test_exit_code_of_several_nodes() -> None:
         (["cluster.hosts=127.0.1.1", "--print"], 2, "cluster.hosts='127.0.1.1'"),
         (["cluster.ssh.options=[-Z]", "--print"], 2, "ssh refuses cluster.ssh.options: unknown option -- Z"),
         (["cluster.hosts=[127.0.1.9 slots=4]", "cluster.hostfile=null", "--dry-run"], 4, "127.0.1.9"),
-        (["cluster.workdir=/nowhere", "--dry-run"], 4, "/nowhere"),
+        (["cluster.workdir=/proc/nowhere", "--dry-run"], 4, "/proc/nowhere"),
     ],
 )
 def test_refusals_of_ssh(folder: Path, in_process: InProcess, words: list[str], code: int, text: str) -> None:

@@ -83,7 +83,7 @@ def with_split_pass(block: BlockBytes, m: Model, z: Sizes, mix: Mixture | None, 
     sums = attentions + (not m.parallel_residual)
     norms = (attentions + 1) * (2 if m.norm_at == "both" else 1)
     later = z.tokens * z.c * (attentions * (z.heads + 2 * z.kv) + gates * wide) + sums * z.rows * z.dim * z.c
-    later = later + norm_gradient(m, z, norms * z.rows * z.dim + m.qk_norm * z.tokens * (z.heads + z.kv))
+    later = later + norm_gradient(m, z, norms * z.rows * z.dim + bool(m.qk_norm) * z.tokens * (z.heads + z.kv))
     back = block.none.backward
     if traced and not z.coded:
         back = np.maximum(back, _input_pass(m, z, mix))
