@@ -15,8 +15,8 @@ train: $(READY)
 	@echo
 	$(BIN)/weft generate demo --prompt "The " --tokens 400
 
-# One worker more than cores: many tests wait for processes.
-WORKERS = $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1, 8))')
+# Two workers more than cores: many tests wait for processes.
+WORKERS = $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 2, 8))')
 
 # `make test ORDER=7` runs the files in a random order, which the number determines.
 ORDER :=
