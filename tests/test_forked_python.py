@@ -99,7 +99,8 @@ def test_exit_codes(folder: Path, code: str, ends: int) -> None:
 
 
 def test_a_fork_is_a_child_and_receives_signals(folder: Path) -> None:
-    code = "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(5)); print(1, flush=True); signal.pause()"
+    code = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: exit(5)); print(1, flush=True)"
+    code += "\nwhile True: time.sleep(0.1)"  # a signal just before signal.pause() would be missed
     with Popen([sys.executable, "-c", code], cwd=folder, env=ENV, stdout=subprocess.PIPE) as process:
         assert psutil.Process(process.pid).ppid() == os.getpid() and process.stdout.readline() == b"1\n"
         process.send_signal(signal.SIGTERM)
