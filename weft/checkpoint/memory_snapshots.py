@@ -97,19 +97,18 @@ class Snapshots:
         if folder is not None:
             if world > 1:  # parts that a single rank left are of no use
                 self._remove_parts()
-            paths = [*self._paths(keep, 1), *self._paths(MAX_PARTS + 1, 2)]
+            paths = [*self._paths("snap", keep), *self._paths("part", MAX_PARTS + 1)]
             self._slots = [slot for path in paths if path and (slot := Slot.found(path)) is not None]
             if self._slots and self.background:  # most probably those that are loaded
                 newest = max(self._slots, key=lambda slot: slot.sealed)
                 pin_in_background(chain_of(newest, self._slots) or [newest], device)
 
-    def _paths(self, count: int, parts: int) -> list[Path | None]:
-        """Those of parts have another name: they are of no use to other ranks."""
-        kind = "snap" if parts == 1 else "part"
+    def _paths(self, kind: str, count: int) -> list[Path | None]:
+        """Names of files: `snap` for whole states, `part` for parts, which are of no use to other ranks."""
         return [None if self.folder is None else self.folder / f"{kind}-{self.rank}.{i}" for i in range(count)]
 
     def _remove_parts(self) -> None:
-        for path in self._paths(MAX_PARTS + 1, 2):
+        for path in self._paths("part", MAX_PARTS + 1):
             if path is not None:
                 path.unlink(missing_ok=True)
 
@@ -299,7 +298,8 @@ class Snapshots:
                     f"{room / 2**30:.2f} GiB ({MAX_MEMORY_SHARE:.0%} of what is free)"
                 )
             taken = {slot.path for slot in self._slots if slot.path is not None}
-            free = [path for path in self._paths(max(keep, self.keep), parts.count) if path not in taken]
+            kind = "snap" if parts.count == 1 else "part"
+            free = [path for path in self._paths(kind, max(keep, self.keep)) if path not in taken]
             count = 1 if self._large and not self.background else keep - len(self._slots)
             last = len(self._slots) + count >= keep
             more = count > 0 or any(slot.pinned is None for slot in self._slots)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from weft.supervisor.memory_folder import allocate as allocate_file
 
 PAGE = 4096
 HUGE_PAGE_BYTES = 1 << 30
@@ -39,18 +40,13 @@ def allocate(path: Path | None, size: int) -> Tensor:
                 memory.madvise(mmap.MADV_HUGEPAGE)
         return populated(memory)
     path.unlink(missing_ok=True)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(handle, 0, size)
-        else:  # macOS
-            os.truncate(handle, size)
-        return mapped_again(populated(mmap.mmap(handle, size)))
+        allocate_file(path, size)
+        with path.open("r+b") as file:
+            return mapped_again(populated(mmap.mmap(file.fileno(), size)))
     except OSError:
-        path.unlink()
+        path.unlink(missing_ok=True)
         raise
-    finally:
-        os.close(handle)
 
 
 def populated(memory: mmap.mmap) -> Tensor:
