@@ -20,6 +20,7 @@ def opened(**sections: Any) -> Any:
     return open_dataset(resolve(parse_job(sections)))
 
 
+SMALL = {"dim": 16, "layers": 2, "heads": 2}
 BERT = {"family": "bert", "dim": 16, "layers": 1, "heads": 2}
 
 
@@ -72,6 +73,18 @@ def test_labeled_texts(labeled: Path) -> None:
         assert text[-1] == "\0" and dict(LINES)[whole] == ("no", "yes")[target]
     short = read_share(data, seed=0, step=0, global_batch=4, microbatch=1, dp_rank=0, dp_size=1)
     assert sorted({b["inputs"].shape[1] for b in short}) == [8, 16, 20]
+
+
+def test_patterns_name_several_files_of_records(tmp_path: Path) -> None:
+    """As for other formats; those of a held-out part are recognised by their names."""
+    for name, lines in (("train-0", LINES[:2]), ("train-1", LINES[2:3]), ("val-0", LINES[3:]), ("val-1", LINES[:1])):
+        (tmp_path / f"{name}.tsv").write_text("".join(f"{a}\t{b}\n" for a, b in lines))
+    source = str(tmp_path / "{train,val}-{0..1}.tsv")
+    for model, format in (({**BERT, "classes": 2}, "labels"), ({"family": "t5"} | SMALL, "pairs")):
+        data = opened(model=model, data={"source": source, "format": format, "seq_len": 64})
+        assert (data.train_len, data.val_len) == (3, 2), format
+    with pytest.raises(JobError, match=r"train-2.tsv is no file or folder of .jsonl"):
+        opened(model={**BERT, "classes": 2}, data={"source": str(tmp_path / "train-{0..2}.tsv"), "format": "labels"})
 
 
 def test_refused_labels(labeled: Path) -> None:

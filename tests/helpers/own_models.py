@@ -220,6 +220,13 @@ class Stuck(Plain):
         return super().forward(tokens)
 
 
+class FailsOnTwoRanks(Plain):
+    def forward(self, tokens: Tensor) -> Tensor:
+        if os.environ["WORLD_SIZE"] == "2" and os.environ["RANK"] == "1":
+            raise ArithmeticError("not on two ranks")
+        return super().forward(tokens)
+
+
 class KnowsItsRank(Plain):
     """Invalid on purpose: the result depends on the rank."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,15 +10,16 @@ import pytest
 import torch
 from helpers.parity import make_job
 
+from weft.cli.views import prove as view
 from weft.data.build_store import build
 from weft.job import JobError, load_job
-from weft.job.errors import FitError
+from weft.job.errors import FitError, WeftError
 from weft.job.token_files import read_meta
-from weft.launch.rank_pool import RankPool
+from weft.launch.rank_pool import RankFailed, RankPool
 from weft.planner import make_plan
 from weft.planner.rules.layout_syntax import parse_layouts
 from weft.training.export import tokenizer_file
-from weft.verify.compare import Trace, compare
+from weft.verify.compare import Trace, Verdict, compare
 from weft.verify.prove import LayoutChecker, _run, prove, styles_of, with_layout
 from weft.verify.small_job import small
 from weft.verify.traced_run import IN_STEP
@@ -49,6 +51,27 @@ def test_a_run_that_depends_on_the_layout_is_told(pool: RankPool) -> None:
     )
     assert verdict.verdict == "differs"
     assert verdict.max_grad_diff is not None and verdict.max_grad_diff > 0.01
+
+
+def test_a_layout_that_fails_does_not_end_the_proof(
+    pool: RankPool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = make_job(model="helpers.own_models:FailsOnTwoRanks", data={"source": "pydoc"})
+    verdicts = prove(job, ["ddp3", "zero3", "ddp4"], 1, pool=pool)
+    assert [v.verdict for v in verdicts] == ["refused", "failed", "same"]
+    assert verdicts[1].why == "rank 1: ArithmeticError: not on two ranks"
+    monkeypatch.setattr(view, "prove", lambda *_, **__: verdicts)
+    assert view.run_and_show(job, ["ddp2"], 1, False, as_json=False) == 1
+    assert "1 of 3 layouts failed: dp_shard 2 (zero 3)" in capsys.readouterr().out
+    assert view.run_and_show(job, ["ddp2"], 1, False, as_json=True) == 1
+    assert json.loads(capsys.readouterr().out)["same"] is False
+
+    def failed(*_: object, **__: object) -> list[Verdict]:
+        raise RankFailed(0, "the process died", None)
+
+    monkeypatch.setattr(view, "prove", failed)
+    with pytest.raises(WeftError, match=r"one process, .*, failed: rank 0: the process died"):
+        view.run_and_show(job, ["ddp2"], 1, False, as_json=True)
 
 
 def a_trace() -> Trace:

@@ -70,7 +70,7 @@ Part = tuple[ByteRange, ...]
 def find_files(sources: Sequence[str | Path], out: Path) -> list[SourceFile]:
     """Every file of the sources in the order given, a folder's files sorted by path."""
     files: list[SourceFile] = []
-    for source in (each for named in sources for each in (expand(Path(named)) if "{" in str(named) else (named,))):
+    for source in _expanded(sources):
         path = Path(source)
         if str(source).startswith(HUB_PREFIX) and not path.exists():
             files += [_describe(p) for p in hub_dataset_files(str(source))]
@@ -96,6 +96,15 @@ def find_files(sources: Sequence[str | Path], out: Path) -> list[SourceFile]:
     if not files:
         raise JobError("weft data build needs at least one text file, .jsonl file or folder")
     return files
+
+
+def _expanded(sources: Sequence[str | Path]) -> Iterator[str | Path]:
+    """The sources, with a pattern such as notes-{000..007}.txt replaced by the files that it names."""
+    for source in sources:
+        if "{" in str(source):
+            yield from expand(Path(source))
+        else:
+            yield source
 
 
 def _is_store(folder: Path) -> bool:

@@ -98,7 +98,7 @@ class Verdict:
     layout: str
     world: int
     verdict: str
-    """same, differs, or refused"""
+    """same, differs, refused, or failed: a rank raised an error or died"""
     max_loss_diff: float | None = None
     max_grad_diff: float | None = None
     worst_parameter: str | None = None

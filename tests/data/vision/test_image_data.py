@@ -7,6 +7,7 @@ import io
 import json
 import re
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,13 +159,44 @@ def test_images_of_hugging_face_datasets(tmp_path: Path, monkeypatch: pytest.Mon
         open_images("hf:me/none", resnet)
 
 
-def test_labels_that_are_texts_are_numbered_by_name(tmp_path: Path) -> None:
+def write_shard(path: Path, labels: Sequence[Any], end: str = "cls") -> None:
+    """A tar shard of pictures with these labels, as texts, or in JSON."""
+    with tarfile.open(path, "w") as archive:
+        for i, label in enumerate(labels):
+            beside = json.dumps({"label": label}) if end == "json" else label
+            for suffix, content in (("png", encoded(picture(i, 3))), (end, beside.encode())):
+                member = tarfile.TarInfo(f"{i:03}.{suffix}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "tar"])
+def test_labels_that_are_texts_are_numbered_by_name(tmp_path: Path, kind: str) -> None:
     for name, labels in (("train", ["b", "c", "b"]), ("val", ["a", "c"])):
         table = arrow.table({"image": [encoded(picture(i, 3)) for i in range(len(labels))], "label": labels})
-        parquet.write_table(table, tmp_path / f"{name}.parquet")
+        if kind == "parquet":
+            parquet.write_table(table, tmp_path / f"{name}.parquet")
+        else:
+            write_shard(tmp_path / f"{name}.tar", labels, "cls" if name == "train" else "json")
     data = open_images(tmp_path, size=12)
     assert ([int(data.train(i)["targets"]) for i in range(3)], data.classes) == ([1, 2, 1], 3)
     assert [int(data.val(i)["targets"]) for i in range(2)] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        (["0", "cat"], "001.png of .* has the class 'cat'; classes are numbers from 0, or all of them texts"),
+        (["-1", "-2"], "has the class '-1'; classes are numbers from 0"),
+        (["a", ""], r"001.png of .* has no class in a file of the same name: NAME.cls, or NAME.json"),
+        ([0, [1]], r"json beside 001.png of .* has cls, label or class \[1\]; write a number or a text"),
+        ([1.5], "has the class '1.5'; classes are numbers from 0"),
+    ],
+)
+def test_classes_of_shards_that_are_refused(tmp_path: Path, labels: list[Any], says: str) -> None:
+    write_shard(tmp_path / "a.tar", labels, "cls" if isinstance(labels[0], str) else "json")
+    with pytest.raises(JobError, match=says):
+        open_images(tmp_path, size=12)
 
 
 @pytest.mark.parametrize("label", [-1, None, 0.5, ["x"]])

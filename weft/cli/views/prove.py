@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from weft.job.errors import Exit
+from weft.job.errors import Exit, WeftError
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankFailed
 from weft.planner.rules.layout_syntax import parse_layouts, ranks
@@ -15,10 +15,12 @@ from weft.verify.prove import DEFAULT_LAYOUTS, describe_ranks, prove
 
 COLUMNS = ("layout", "ranks", "|Δloss|", "|Δgradient|", "Δgrad norm", "|Δparameters|", "verdict")
 WIDTHS = (34, 5, 9, 11, 10, 13, 8)
+WRONG = {"differs": "differ from one process", "failed": "failed"}
+"""Verdicts of layouts that do not train the same run, and how the summary names them."""
 
 
 def run_and_show(job: Job, layouts: list[str], steps: int, shrink: bool, as_json: bool) -> int:
-    """Prove and print. Returns the exit code: 0 the same, 1 something differs, 2 a layout was refused."""
+    """Prove and print. Returns the exit code: 0 the same, 1 a layout differs or failed, 2 one was refused."""
     named = parse_layouts(layouts or DEFAULT_LAYOUTS)  # an unknown name is refused before anything is run
     where = describe_ranks(job, max(ranks(section) for _, section in named))
     if not as_json:
@@ -29,20 +31,19 @@ def run_and_show(job: Job, layouts: list[str], steps: int, shrink: bool, as_json
     try:
         verdicts = prove(job, layouts, steps, shrink, on_verdict=(lambda v: None) if as_json else _show)
     except RankFailed as failure:
-        print(f"weft: the proof could not be run: {failure.last_line}", file=sys.stderr)
-        return int(Exit.DIFFERS)
-    differs = [v for v in verdicts if v.verdict == "differs"]
+        raise WeftError(f"one process, with which layouts are compared, failed: {failure.last_line}") from None
+    wrong = [v for v in verdicts if v.verdict in WRONG]
     refused = [v for v in verdicts if v.verdict == "refused"]
     if as_json:
-        same = not differs and not refused
+        same = not wrong and not refused
         print(
             json.dumps(
                 {"same": same, "steps": steps, "ranks": where, "layouts": [asdict(v) for v in verdicts]}, indent=2
             )
         )
     else:
-        print(_summary(verdicts, differs))
-    return int(Exit.DIFFERS if differs else Exit.JOB if refused else Exit.DONE)
+        print(_summary(verdicts, wrong))
+    return int(Exit.DIFFERS if wrong else Exit.JOB if refused else Exit.DONE)
 
 
 def _show(v: Verdict) -> None:
@@ -61,10 +62,14 @@ def _show(v: Verdict) -> None:
         print(f"  {v.why}")
 
 
-def _summary(verdicts: list[Verdict], differs: list[Verdict]) -> str:
-    if differs:
-        names = ", ".join(v.layout for v in differs)
-        return f"\n{len(differs)} of {len(verdicts)} layouts differ from one process: {names}"
+def _summary(verdicts: list[Verdict], wrong: list[Verdict]) -> str:
+    lines = []
+    for verdict, what in WRONG.items():
+        names = [v.layout for v in wrong if v.verdict == verdict]
+        if names:
+            lines.append(f"\n{len(names)} of {len(verdicts)} layouts {what}: {', '.join(names)}")
+    if lines:
+        return "".join(lines)
     proven = [v for v in verdicts if v.verdict == "same"]
     if not proven:
         return "\nno layout was proven"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from weft.data.formats.record_files import Record, group_sizes, parse_record, read_records, record_format
+from weft.data.shard_patterns import expand
 from weft.data.tokenizer import Tokenizer
 from weft.job.data import PAD_MULTIPLE
 from weft.job.errors import JobError
@@ -54,12 +55,13 @@ def read_task_records(source: str, fields: tuple[str, ...], val_fraction: float)
 
 
 def _files(source: str) -> list[Path]:
-    path = Path(source)
-    if path.is_file():
-        return [path]
-    files = sorted(p for p in path.rglob("*") if p.is_file() and _kind(p)) if path.is_dir() else []
-    if not files:
-        raise JobError(f"data.source {source} is no file or folder of .jsonl, .tsv, .parquet or .arrow files")
+    """The files of records: the source itself, those of a pattern such as part-{0..7}.jsonl, or those below folders."""
+    files: list[Path] = []
+    for path in expand(Path(source)):
+        inside = sorted(p for p in path.rglob("*") if p.is_file() and _kind(p)) if path.is_dir() else []
+        if not inside and not path.is_file():
+            raise JobError(f"data.source {path} is no file or folder of .jsonl, .tsv, .parquet or .arrow files")
+        files += inside or [path]
     return files
 
 

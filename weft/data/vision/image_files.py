@@ -88,20 +88,48 @@ LABEL_FIELDS = ("cls", "label", "class")
 
 
 def open_tar(training: Sequence[Path], held_out: Sequence[Path] = ()) -> tuple[ImageFiles, ImageFiles | None]:
-    """Shards of WebDataset: members NAME.jpg and NAME.cls (a number), or NAME.json with a class, in files that are not
-    compressed."""
+    """Shards of WebDataset: members NAME.jpg and NAME.cls, or NAME.json with a class, in files that are not compressed.
+    Classes are numbers from 0, or texts, which are numbered by name."""
+    found: dict[str, tuple[int, str]] = {}  # text of a class: its place here, and the first image that has it
 
-    def label(content: str | None, where: str) -> int:
-        if content is None:
+    def place(content: str | None, where: str) -> int:
+        if not content:
             raise JobError(
                 f"{where} has no class in a file of the same name: NAME.cls, or NAME.json with {listed(LABEL_FIELDS)}"
             )
-        if not (content.isascii() and content.isdigit() and len(content) < 10):
-            raise JobError(f"{where} has the class {content[:64]!r}; classes are numbers from 0")
-        return int(content)
+        return found.setdefault(content, (len(found), where))[0]
 
-    made = [read_shards(part, ("cls", "label"), LABEL_FIELDS, label) for part in (training, held_out) if part]
+    made = [read_shards(part, ("cls", "label"), LABEL_FIELDS, place) for part in (training, held_out) if part]
+    classes = _class_numbers({text: where for text, (_, where) in found.items()})
+    made = [_renumbered(files, classes) for files in made]
     return made[0], made[1] if len(made) > 1 else None
+
+
+def _class_numbers(found: dict[str, str]) -> list[int]:
+    """The class of each text, given with an image that has it: the number that it is, or its place among names."""
+    numbers = {text for text in found if text.isascii() and text.isdigit() and len(text) < 10}
+    for text, where in found.items():
+        if text not in numbers and (numbers or _is_number(text)):
+            raise JobError(f"{where} has the class {text[:64]!r}; classes are numbers from 0, or all of them texts")
+    return [int(text) for text in found] if numbers else [sorted(found).index(text) for text in found]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _renumbered(files: ImageFiles, numbers: Sequence[int]) -> ImageFiles:
+    """The images with these numbers instead of 0, 1, …"""
+
+    def read(i: int) -> tuple[Image, int]:
+        image, place = files.read(i)
+        return image, numbers[place]
+
+    return ImageFiles(files.count, read, max(numbers) + 1)
 
 
 def read_shards(
@@ -153,6 +181,8 @@ def _field(content: str | None, fields: tuple[str, ...], where: str) -> str | No
     except (ValueError, RecursionError) as error:
         raise JobError(f"the .json beside {where} is not JSON: {error}") from None
     found = next((record[f] for f in fields if record.get(f) is not None), None) if isinstance(record, dict) else None
+    if isinstance(found, bool | list | dict):
+        raise JobError(f"the .json beside {where} has {listed(fields)} {str(found)[:64]}; write a number or a text")
     return None if found is None else str(found).strip()
 
 
