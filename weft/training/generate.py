@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +18,10 @@ from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.models.decoding_cache import DecodingCache
 from weft.models.encoder_decoder import EncoderDecoder
-from weft.models.key_value_cache import KeyValueCache
 from weft.pretrained.checkpoint_folder import CONFIG, GENERATION_CONFIG, existing_folder, read_json
 from weft.training.export import load_model
+from weft.training.generation.next_logits import NextLogits
+from weft.training.generation.shown_text import ShownText
 
 
 @dataclass(frozen=True)
@@ -86,31 +85,6 @@ def end_tokens(pretrained: str | None) -> frozenset[int]:
     return frozenset()
 
 
-@dataclass
-class _Text:
-    """The continuation of one prompt."""
-
-    ids: list[int]
-    prompt: str
-    """The prompt as its tokens are decoded."""
-    random: torch.Generator
-    shown: int = 0
-    done: bool = False
-
-    def show(self, text: str, stop: tuple[str, ...], last: bool) -> str:
-        """The part of the text that can be shown now: not what may become a stop word or half a character."""
-        cut = min((at for word in stop if (at := text.find(word)) >= 0), default=None)
-        if cut is not None:
-            self.done, text = True, text[:cut]
-        elif not last:
-            if text.endswith("\ufffd"):  # wait for the rest of a multi-byte character
-                return ""
-            text = text[: len(text) - max((len(word) - 1 for word in stop), default=0)]
-        piece = text[self.shown :]
-        self.shown = max(self.shown, len(text))
-        return piece
-
-
 def continue_texts(
     model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[str], tokens: int, sampling: Sampling, *,
     window: int, end_tokens: frozenset[int] = frozenset(),
@@ -128,13 +102,13 @@ def continue_tokens(
     """The same of prompts that are tokens."""
     texts = []
     for i, prompt in enumerate(prompts):
-        ids = prompt or [tokenizer.eos]
+        ids = list(prompt) or [tokenizer.eos]
         if max(ids) >= (rows := _embedded(model)):
             raise JobError(
                 f"token {max(ids)} of the prompt is not among the {rows} of the model; its tokenizer has "
                 f"{tokenizer.vocab}: import the model with its tokenizer.json"
             )
-        texts.append(_Text(ids, tokenizer.decode(ids), torch.Generator().manual_seed((sampling.seed + i) % 2**63)))
+        texts.append(ShownText(ids, tokenizer, torch.Generator().manual_seed((sampling.seed + i) % 2**63)))
     with NextLogits(model, window) as next_logits:
         for count in range(1, tokens + 1):
             going = [(i, text) for i, text in enumerate(texts) if not text.done]
@@ -147,7 +121,7 @@ def continue_tokens(
                 if not text.done:
                     text.ids.append(token)
                 last = text.done or count == tokens
-                if piece := text.show(tokenizer.decode(text.ids).removeprefix(text.prompt), sampling.stop, last):
+                if piece := text.show(sampling.stop, last):
                     yield i, piece
 
 
@@ -155,54 +129,6 @@ def _embedded(model: nn.Module) -> int:
     """Tokens that a model can read."""
     found: int = getattr(getattr(model, "embed", None), "num_embeddings", 2**63)
     return found
-
-
-class NextLogits:
-    """Logits of the token after each text. Earlier tokens are computed once, until the texts exceed the window."""
-
-    def __init__(self, model: nn.Module, window: int):
-        self.model, self.window = model, window
-        self.cache: KeyValueCache | None = None
-        self.cached: list[int] = []
-        """The texts in the cache."""
-        self.stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stack.close()
-
-    def __call__(self, texts: dict[int, list[int]]) -> Tensor:
-        """Logits [texts, vocab] of the token after each text, by its number; a text is as before with one token more,
-        or new in the first call."""
-        rows = [ids[-self.window :] for ids in texts.values()]
-        longest = max(map(len, rows))
-        if not KeyValueCache.applies_to(self.model) or max(map(len, texts.values())) > self.window:
-            self.stack.close()
-            return whole_logits(self.model, rows, longest)
-        if self.cache is None:
-            pads = torch.tensor([longest - len(row) for row in rows])
-            self.cache, self.cached = self.stack.enter_context(KeyValueCache(self.model, pads)), list(texts)
-            return self.cache.logits(_padded(rows, longest))
-        if self.cached != list(texts):
-            self.cache.keep([self.cached.index(i) for i in texts])
-            self.cached = list(texts)
-        return self.cache.logits(torch.tensor([row[-1:] for row in rows]))
-
-
-def _padded(rows: list[list[int]], longest: int) -> Tensor:
-    return torch.tensor([[0] * (longest - len(row)) + row for row in rows])
-
-
-def whole_logits(model: nn.Module, rows: list[list[int]], longest: int) -> Tensor:
-    """Logits of the token after each row [rows, vocab]; shorter rows are padded at their beginning."""
-    pads = torch.tensor([longest - len(row) for row in rows])
-    inputs = _padded(rows, longest)
-    if not pads.any():
-        return model(inputs)[:, -1].float()
-    place = torch.arange(longest) - pads.unsqueeze(1)
-    return model(inputs, docs=(place >= 0).long(), positions=place.clamp(min=0))[:, -1].float()
 
 
 def pick_token(logits: Tensor, sampling: Sampling, random: torch.Generator) -> int:
