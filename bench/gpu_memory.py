@@ -43,7 +43,7 @@ def make(index: int) -> Any:
     shape, seq, microbatch, count, recompute = JOBS[index]
     return parse_job(
         {
-            "name": f"gpu-memory-{index}",
+            "name": "-".join(map(str, JOBS[index])),
             "model": {"shape": shape},
             "data": {"source": "synthetic", "seq_len": seq},
             "train": {"global_batch": count * microbatch, "microbatch": microbatch, "eval_every": 0},
@@ -54,8 +54,8 @@ def make(index: int) -> Any:
     )
 
 
-def run_one(index: int, steps: int) -> dict[str, Any]:
-    """In its own process: build the job, take a few steps, and print the measured and the predicted figures."""
+def measure(asked: Any, steps: int) -> dict[str, Any]:
+    """The measured and the predicted figures of a job, after a few steps of it."""
     import torch
 
     from weft.data.loader import Loader, to_device
@@ -65,18 +65,17 @@ def run_one(index: int, steps: int) -> dict[str, Any]:
     from weft.hardware.probe import probe
     from weft.mesh import connect
     from weft.planner import make_plan
-    from weft.planner.make_plan import USABLE_MEMORY_SHARE
     from weft.planner.ranks import device_memory
     from weft.planner.time.measured_device import step_seconds
     from weft.training.build import build_state
     from weft.training.step import Stepper
 
-    job, plan = make_plan(make(index))
+    job, plan = make_plan(asked)
     measured = load_measured(plan.device_name)
     limit = device_memory(job, find_device(plan.device_name), probe(), 1)
     promised = plan.predicted["memory_gib"]
     row: dict[str, Any] = {
-        "job": " ".join(map(str, JOBS[index])),
+        "job": job.name,
         "predicted_gib": promised,
         "says_fits": promised <= limit,
         "predicted_s": step_seconds(job, plan, measured) if measured else None,
@@ -106,7 +105,6 @@ def run_one(index: int, steps: int) -> dict[str, Any]:
         row["fits"] = True
     except torch.cuda.OutOfMemoryError:
         row["fits"] = False
-    row["usable_gib"] = USABLE_MEMORY_SHARE * limit
     return row
 
 
@@ -118,7 +116,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.one is not None:
-        print(json.dumps(run_one(args.one, args.steps)))
+        print(json.dumps(measure(make(args.one), args.steps)))
         return
     rows = []
     for index in args.jobs:
@@ -130,7 +128,7 @@ def main() -> None:
         row = json.loads(done.stdout.strip().splitlines()[-1])
         rows.append(row)
         if not args.json:
-            print(_line(row), flush=True)
+            print(line(row), flush=True)
     memory = [abs(r["predicted_gib"] / r["measured_gib"] - 1) for r in rows if r["fits"]]
     speed = [abs(r["predicted_s"] / r["measured_s"] - 1) for r in rows if r["fits"] and r["predicted_s"]]
     false_fits = sum(r["says_fits"] and not r["fits"] for r in rows)
@@ -146,7 +144,7 @@ def main() -> None:
     print(f"said to fit, and did not: {false_fits}")
 
 
-def _line(row: dict[str, Any]) -> str:
+def line(row: dict[str, Any]) -> str:
     if not row["fits"]:
         return f"{row['job']:28} predicted {row['predicted_gib']:7.2f} GiB: out of memory"
     text = f"{row['job']:28} predicted {row['predicted_gib']:7.2f} GiB, measured {row['measured_gib']:7.2f}"

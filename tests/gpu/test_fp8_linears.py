@@ -24,7 +24,7 @@ from weft.models.fp8.fp8_linear import (
     scale_for,
     scaled_mm,
 )
-from weft.models.loss import HeadProducts, linear_cross_entropy
+from weft.models.loss import HeadProducts, PaddedHeadProducts, head_products, linear_cross_entropy
 from weft.parallel.fp8 import use_fp8
 
 DEVICE = torch.device("cuda")
@@ -136,7 +136,8 @@ def test_head(tokens: int, smoothing: float, monkeypatch: pytest.MonkeyPatch) ->
     losses = nn.functional.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
     exact_loss = (losses * valid).sum()
     exact = (exact_loss, *torch.autograd.grad(exact_loss, [x, weight]))
-    for products, limit in ((HeadProducts, 0.01), (partial(Fp8HeadProducts, recipe=Fp8Recipe(head=True)), 0.08)):
+    low = partial(Fp8HeadProducts, recipe=Fp8Recipe(head=True))
+    for products, limit in (HeadProducts, 0.01), (PaddedHeadProducts, 0.01), (low, 0.08):
         for at_once in (1 << 26, vocab * 2 * 17):
             monkeypatch.setattr("weft.models.loss.LOGITS_BYTES", {"cpu": at_once, "cuda": at_once})
             monkeypatch.setattr("weft.models.fp8.fp8_head.LOGITS_BYTES", {"cpu": at_once, "cuda": at_once})
@@ -145,3 +146,15 @@ def test_head(tokens: int, smoothing: float, monkeypatch: pytest.MonkeyPatch) ->
             for mine, right in zip(found, exact, strict=True):
                 assert error(mine.detach(), right.detach()) < limit
             assert torch.equal(found[1][~valid], torch.zeros_like(x)[~valid])
+
+
+def test_unaligned_vocabulary_is_padded() -> None:
+    x, valid = random(64, 64).bfloat16().requires_grad_(), torch.ones(64, dtype=torch.bool, device=DEVICE)
+    weight = (random(1043, 64) * 0.2).bfloat16().requires_grad_()
+    targets = torch.arange(64, device=DEVICE) * 16
+    exact_loss = nn.functional.cross_entropy(x.float() @ weight.float().t(), targets, reduction="sum")
+    exact = (exact_loss, *torch.autograd.grad(exact_loss, [x, weight]))
+    loss = linear_cross_entropy(x, weight, targets, valid)
+    assert isinstance(head_products(x, weight, 64), PaddedHeadProducts)
+    for mine, right in zip((loss, *torch.autograd.grad(loss, [x, weight])), exact, strict=True):
+        assert error(mine.detach(), right.detach()) < 0.01

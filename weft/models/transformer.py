@@ -16,7 +16,7 @@ from weft.models.dropout import Dropout, salt
 from weft.models.feedforward import FeedForward, make_activation
 from weft.models.latent_attention import LatentAttention
 from weft.models.lora import Adapter
-from weft.models.loss import HeadProducts, HeadProductsFactory, Record, linear_cross_entropy
+from weft.models.loss import HeadProductsFactory, Record, head_products, linear_cross_entropy
 from weft.models.mixture_of_experts import MixtureOfExperts
 from weft.models.norms import make_norm
 from weft.models.patches import ImagePatches, PatchEmbedding
@@ -100,7 +100,7 @@ class Head(nn.Module):
         self.pool = m.labels_samples
         self.by_first = bool(m.class_token)
         self.pooler = nn.Linear(m.dim, m.dim) if m.classes else None
-        self.products: HeadProductsFactory = HeadProducts
+        self.products: HeadProductsFactory = head_products
 
     def pooled(self, x: Tensor, info: TokenInfo | None) -> Tensor:
         """One vector a sample, where it has one label: [batch, dim]."""

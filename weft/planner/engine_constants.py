@@ -15,6 +15,10 @@ FP8_ALIGNMENT = 16
 """Both sizes of a weight matrix must be a multiple of this to be multiplied in fp8; others stay in bf16."""
 LOGITS_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
 """Bytes of logits that the chunked loss holds at once, by device. A GPU needs large products to be fully used."""
+ALIGNED_BYTES = 16
+"""Rows of logits on a GPU are a multiple of this, which fast kernels need: other vocabularies are padded."""
+PADDED_VOCAB = 64
+"""Logits to a multiple of which a vocabulary is padded there."""
 FP8_LOGITS_CHUNKS = 2
 """An fp8 head holds one-byte gradients of up to this many chunks of logits."""
 LONG_SEQUENCE_CHUNK = 16_384

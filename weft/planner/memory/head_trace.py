@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from weft.job.schema import Model
-from weft.planner.engine_constants import LOGITS_BYTES
+from weft.planner.engine_constants import ALIGNED_BYTES, LOGITS_BYTES
 from weft.planner.memory.live_bytes import (
     FP32_BYTES,
     LiveBytes,
@@ -39,9 +39,9 @@ def head_bytes(m: Model, z: Sizes, vocab: Size, targets: Size, device: str) -> t
     alone = chunks == 1  # the product is the gradient, and no fp32 sum is made
     tape.take(dx=targets * z.dim * z.c, dw=np.where(alone, 0.0, weight * FP32_BYTES))
     mixed = z.c < FP32_BYTES
-    before = np.where(targets > rows, one * z.c, 0.0)  # the gradient of the previous chunk is still live
     in_place = device == "cuda" and not z.tp
-    tape.flash(before + one * (z.c if in_place else 2 * FP32_BYTES + (2 * z.c if mixed else 0)))
+    padded = vocab * z.dim * z.c * (vocab * z.c % ALIGNED_BYTES > 0) * (device == "cuda")
+    tape.flash(padded + one * (z.c if in_place else 2 * FP32_BYTES + (2 * z.c if mixed else 0)))
     tape.flash(np.where(alone | mixed, one * z.c + weight * z.c, 0.0))
     tape.drop("dw")
     tape.take(dw=weight * z.c)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from weft.job.schema import Job, Model
-from weft.planner.engine_constants import FP8_ALIGNMENT, FP8_LOGITS_CHUNKS, LOGITS_BYTES
+from weft.planner.engine_constants import ALIGNED_BYTES, FP8_ALIGNMENT, FP8_LOGITS_CHUNKS, LOGITS_BYTES
 from weft.planner.memory.block_trace import BlockBytes, block_bytes, coded_pass, selective_kept, with_split_pass
 from weft.planner.memory.expert_trace import Mixture
 from weft.planner.memory.head_trace import head_bytes
@@ -310,7 +310,8 @@ def _compiled_head(job: Job, z: Sizes, vocab: Size) -> PassBytes:
     logits = z.tokens * vocab * z.c
     head = vocab * z.dim * (job.model.lora is None)
     chunks = np.maximum(1, np.ceil(logits / LOGITS_BYTES["cuda"]))
-    loss = logits / chunks + head * (z.c + 4 * (chunks > 1))
+    padded = vocab * z.dim * z.c * (vocab * z.c % ALIGNED_BYTES > 0)
+    loss = logits / chunks + head * (z.c + 4 * (chunks > 1)) + padded
     if job.precision == "fp8" and fp8_head_blocks(job):
         held = np.minimum(logits / z.c, FP8_LOGITS_CHUNKS * LOGITS_BYTES["cuda"])
         low = logits / chunks * (1 + 1 / z.c) + held + head * (2 + 4 * (held < logits / z.c))
