@@ -220,6 +220,12 @@ class Stuck(Plain):
         return super().forward(tokens)
 
 
+class ReadsValues(Plain):
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = super().forward(tokens)
+        return logits if float(logits.detach().sum()) < 1e9 else -logits
+
+
 class FailsOnTwoRanks(Plain):
     def forward(self, tokens: Tensor) -> Tensor:
         if os.environ["WORLD_SIZE"] == "2" and os.environ["RANK"] == "1":

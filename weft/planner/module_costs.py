@@ -45,22 +45,16 @@ class ModuleFacts:
 
 
 def predict_module(job: Job, plan: Plan, facts: ModuleFacts) -> dict[str, float]:
-    """Memory, traffic and time of a rank, under the names that every run prints. Where tp or pp cut the module, every
-    rank is taken to have an equal part of it."""
-    parts = plan.tp * plan.pp
-    trained = sum(prod(shape) for shape in facts.trained) / parts
-    weights = trained + facts.frozen / parts
-    shards = plan.dp_shard * plan.cp if plan.dp_shard > 1 else 1
-    low = plan.compute_bytes
-    optimizer = sum(_state_bytes(job, shape, parts * shards) for shape in facts.trained)
-    average = FP32_BYTES * trained / shards if job.train.ema else 0.0
-    states = FP32_BYTES * (weights + trained) / shards + optimizer + average
-    gathered = low * weights if low != FP32_BYTES and shards == 1 else 0.0
-    if shards > 1:
-        gathered = low * weights * (1.0 if plan.zero < 3 else min(1.0, 2 / max(1, facts.units)))
-    activations = facts.activations / parts
+    """Memory, traffic and time of a rank, under the names that every run prints."""
+    kept = module_states(job, plan, facts)
+    gathered = kept.pop("copies")
+    states = sum(kept.values())
+    if _shards(plan) > 1:
+        whole = plan.compute_bytes * _elements(plan, facts)[1]
+        gathered = whole * (1.0 if plan.zero < 3 else min(1.0, 2 / max(1, facts.units)))
+    activations = facts.activations / (plan.tp * plan.pp)
     runtime = RUNTIME_BYTES[plan.device]
-    moved = _traffic(plan, trained, weights, shards, low)
+    moved = sum(module_traffic(plan, facts).values())
     memory = {
         "memory_gib": (states + gathered + activations + runtime) / GIB, "states_gib": states / GIB,
         "gathered_gib": gathered / GIB, "activations_gib": activations / GIB, "runtime_gib": runtime / GIB,
@@ -69,19 +63,47 @@ def predict_module(job: Job, plan: Plan, facts: ModuleFacts) -> dict[str, float]
     return memory | _time(job, plan, facts, states, moved)
 
 
+def _shards(plan: Plan) -> int:
+    return plan.dp_shard * plan.cp if plan.dp_shard > 1 else 1
+
+
+def _elements(plan: Plan, facts: ModuleFacts) -> tuple[float, float]:
+    """Elements of trained and of all weights of a rank before they are sharded. Where tp or pp cut the module, every
+    rank is taken to have an equal part of it."""
+    trained = sum(prod(shape) for shape in facts.trained)
+    return trained / (plan.tp * plan.pp), (trained + facts.frozen) / (plan.tp * plan.pp)
+
+
+def module_states(job: Job, plan: Plan, facts: ModuleFacts) -> dict[str, float]:
+    """Bytes of each kind of state that a rank keeps; copies are the weights in a lower precision."""
+    (trained, weights), shards, low = _elements(plan, facts), _shards(plan), plan.compute_bytes
+    return {
+        "parameters": FP32_BYTES * weights / shards,
+        "copies": low * weights if low != FP32_BYTES and shards == 1 else 0.0,
+        "gradients": FP32_BYTES * trained / shards,
+        "optimizer": sum(_state_bytes(job, shape, plan.tp * plan.pp * shards) for shape in facts.trained),
+        "average": FP32_BYTES * trained / shards if job.train.ema else 0.0,
+    }
+
+
 def _state_bytes(job: Job, shape: tuple[int, ...], ways: int) -> float:
     shard = WeightShard(shape, -(-prod(shape) // ways), False)
     return FP32_BYTES * float(OPTIMIZERS[job.optim.name].of(shard).state(job.optim, shard))
 
 
-def _traffic(plan: Plan, trained: float, weights: float, shards: int, low: int) -> float:
-    """Bytes that a rank passes to collectives over data-parallel axes in a step."""
-    if shards > 1:
-        gathers = 2 * plan.accumulation if plan.zero == 3 else 1
-        scatters = 1 if plan.zero == 1 else plan.accumulation
-        copies = FP32_BYTES * trained / shards if plan.dp_replicate > 1 else 0.0
-        return gathers * low * weights + scatters * FP32_BYTES * trained + copies
-    return FP32_BYTES * trained if plan.dp_replicate > 1 else 0.0
+def module_traffic(plan: Plan, facts: ModuleFacts) -> dict[tuple[str, str], float]:
+    """Bytes that a rank passes to collectives over data-parallel axes in a step, by axis and kind."""
+    (trained, weights), shards = _elements(plan, facts), _shards(plan)
+    summed = FP32_BYTES * trained / shards if plan.dp_replicate > 1 else 0.0
+    if shards == 1:
+        return {("dp_replicate", "all_reduce"): summed}
+    gathers = 2 * plan.accumulation if plan.zero == 3 else 1
+    scatters = 1 if plan.zero == 1 else plan.accumulation
+    return {
+        ("dp_shard", "all_gather"): gathers * plan.compute_bytes * weights,
+        ("dp_shard", "reduce_scatter"): scatters * FP32_BYTES * trained,
+        ("dp_replicate", "all_reduce"): summed,
+    }
 
 
 def _time(job: Job, plan: Plan, facts: ModuleFacts, states: float, moved: float) -> dict[str, float]:

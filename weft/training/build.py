@@ -159,7 +159,7 @@ def with_prediction(job: Job, plan: Plan, dataset: Dataset | None = None) -> Pla
     try:
         with warnings.catch_warnings(), quiet_tracing(), fork_rng(devices=[]):  # the run draws what it would without
             warnings.simplefilter("ignore")
-            data = dataset or _dataset_here(job)
+            data = dataset or dataset_here(job)
             if dataset is None:  # a run has checked its module
                 check_module(job, plan, data)
             facts = module_facts(job, plan, data)
@@ -191,7 +191,7 @@ def check_module(job: Job, plan: Plan, dataset: Dataset) -> None:
         cut_into_stages(module, plan)
 
 
-def _dataset_here(job: Job) -> Dataset:
+def dataset_here(job: Job) -> Dataset:
     """The dataset of a plan, which may be made on a machine that does not have its files."""
     if not is_local(job):
         raise MachineError("the data is not on this machine, and only weft train downloads it")
@@ -212,9 +212,7 @@ def write_plan(run: RunDir, plan: Plan) -> None:
 
 def module_facts(job: Job, plan: Plan, dataset: Dataset) -> ModuleFacts:
     """The facts of one microbatch, forward and backward."""
-    size = plan.microbatch
-    loader = Loader(dataset, seed=job.train.seed, global_batch=size, microbatch=size, dp_rank=0, dp_size=1, prefetch=0)
-    batch = next(iter(loader))[0]
+    batch = first_microbatch(job, plan, dataset)
     with fake_tensors() as mode, Tracer() as meter:
         module = build_model(job.model, job.train.seed)
         fake = {name: mode.from_tensor(t) if isinstance(t, Tensor) else t for name, t in batch.items()}
@@ -228,6 +226,13 @@ def module_facts(job: Job, plan: Plan, dataset: Dataset) -> ModuleFacts:
         [tuple(p.shape) for p in params if p.requires_grad], sum(p.numel() for p in params if not p.requires_grad),
         len(find_units(module)), meter.peak - before, meter.flops, meter.allocated, meter.operators,
     )  # fmt: skip
+
+
+def first_microbatch(job: Job, plan: Plan, dataset: Dataset) -> dict[str, Any]:
+    """The first samples of a rank."""
+    size = plan.microbatch
+    loader = Loader(dataset, seed=job.train.seed, global_batch=size, microbatch=size, dp_rank=0, dp_size=1, prefetch=0)
+    return next(iter(loader))[0]
 
 
 def _call(module: nn.Module, batch: dict[str, Any], job: Job, plan: Plan) -> None:

@@ -9,7 +9,7 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.comm.agreement import error_text
 from weft.comm.dtensor_internals import forget_meshes, local_tensor
 from weft.comm.fake_internals import real_meshes
-from weft.job.errors import JobError
+from weft.job.errors import JobError, WeftError
 from weft.job.schema import Job
 from weft.memory.tensor_tracer import Tracer
 from weft.memory.tensor_tracer_internals import fake_tensors
@@ -28,12 +29,13 @@ from weft.parallel.pipeline.executor import Pipelined
 from weft.parallel.spread_model import Batch
 from weft.planner import RUNNABLE, check, make_plan
 from weft.planner.memory.engine_memory import EngineMemory, Place
+from weft.planner.module_costs import ModuleFacts, module_states, module_traffic, predict_module
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts
 from weft.planner.time.expert_traffic import EXPERT_AXES
 from weft.planner.time.flops import flops_of
 from weft.planner.time.traffic import traffic_of
-from weft.training.build import build_state
+from weft.training.build import build_state, check_module, dataset_here, first_microbatch, module_facts
 from weft.training.step import Stepper
 from weft.verify.dryrun_internals import fused_norms, storage_bytes
 
@@ -78,10 +80,6 @@ def dryrun(job: Job, plan: Plan, rank: int = 0) -> DryRun:
     check(job, plan, RUNNABLE)
     if not 0 <= rank < plan.world:
         raise JobError(f"--rank {rank} is not one of the {plan.world} ranks; 0 to {plan.world - 1} are")
-    if job.model.module:
-        raise JobError(
-            f"model.module={job.model.module} may read values of tensors, and a dry run has none; a model.family works"
-        )
     if plan.sync != "step":
         raise JobError(
             f"train.sync={plan.sync}: a dry run traces a step that sums gradients; train.sync=step would work"
@@ -92,13 +90,28 @@ def dryrun(job: Job, plan: Plan, rank: int = 0) -> DryRun:
             f"memory.{given}={getattr(job.memory, given)}: a dry run traces whole states on the device; "
             f"{given}={works} works"
         )
+    try:
+        return _dryrun(job, plan, rank, OwnModule.open(job, plan) if job.model.module else None, began)
+    except Exception as error:
+        if not job.model.module or isinstance(error, WeftError):
+            raise
+        raise JobError(
+            f"a dry run has no values of tensors, without which model.module={job.model.module} cannot be traced as "
+            f"{plan.layout()} ({error_text(error).strip().partition(chr(10))[0]}); `weft plan` predicts its memory and "
+            "time"
+        ) from None
+
+
+def _dryrun(job: Job, plan: Plan, rank: int, own: OwnModule | None, began: float) -> DryRun:
     mesh = fake_mesh(plan, rank)
     try:
         norms = fused_norms() if plan.device == "cuda" else nullcontext()
-        with warnings.catch_warnings(), real_meshes(), norms, fake_tensors():
+        with warnings.catch_warnings(), real_meshes(), norms, fake_tensors() as mode:
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # stages copy the model
-            meter, parts = trace(job, plan, mesh, copied=COPIED_BY_BACKEND.get(plan.backend, frozenset()))
-        return _compare(job, plan, mesh, meter, parts, began)
+            batch = make_batch(job, plan) if own is None else own.batch(mode.from_tensor)
+            meter, parts = trace(job, plan, mesh, batch, COPIED_BY_BACKEND.get(plan.backend, frozenset()))
+        estimates = _estimates(job, plan, mesh) if own is None else own.estimates(job, plan)
+        return _compare(plan, mesh, meter, parts, estimates, began)
     finally:
         mesh.close()
         forget_meshes(())  # a later dry run of this process may have a mesh of the same shape
@@ -107,12 +120,15 @@ def dryrun(job: Job, plan: Plan, rank: int = 0) -> DryRun:
 def measured_peak(job: Job) -> int:
     """The peak bytes of live tensors in a real step. Called by every rank."""
     job, plan = make_plan(job)
-    meter, _ = trace(job, plan, connect(plan, job.comm.timeout_s))
+    meter, _ = trace(job, plan, connect(plan, job.comm.timeout_s), make_batch(job, plan))
     return meter.peak
 
 
-def trace(job: Job, plan: Plan, mesh: Mesh, copied: frozenset[str] = frozenset()) -> tuple[Tracer, dict[str, int]]:
-    """Build this rank and trace one step. Returns the tracer and the bytes of each kind of state."""
+def trace(
+    job: Job, plan: Plan, mesh: Mesh, batch: Batch, copied: frozenset[str] = frozenset()
+) -> tuple[Tracer, dict[str, int]]:
+    """Build this rank and trace one step of microbatches such as `batch`. Returns the tracer and the bytes of each kind
+    of state."""
     with Tracer(_names(mesh), copied) as meter:
         state = build_state(job, plan, mesh)
         state.scale.dynamic = False  # tensors have no values, so no step can overflow
@@ -124,7 +140,7 @@ def trace(job: Job, plan: Plan, mesh: Mesh, copied: frozenset[str] = frozenset()
             if shard is not state.optimizers.master_params[name]:  # FSDP2 may move a shard before its first use
                 shard.data = shard.data.new_empty(0)
         stepper = Stepper(job, plan, mesh, state, blind=True)
-        batches = [make_batch(job, plan) for _ in range(plan.accumulation)]
+        batches = [{key: _copied(value) for key, value in batch.items()} for _ in range(plan.accumulation)]
         for compressor in state.model.compressors:
             compressor.steps = LATE_STEP
         for _ in range(2 if state.model.compressors else 1):  # the second has what the first did not send
@@ -178,28 +194,62 @@ def make_batch(job: Job, plan: Plan) -> Batch:
     return batch
 
 
-def _compare(job: Job, plan: Plan, mesh: Mesh, meter: Tracer, parts: dict[str, int], began: float) -> DryRun:
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+Estimates = tuple[dict[str, float], dict[tuple[str, str], float]]
+"""Bytes of each kind of state, peak memory and FLOPs; bytes by axis and kind of collective."""
+
+
+def _estimates(job: Job, plan: Plan, mesh: Mesh) -> Estimates:
     memory, layouts, place = EngineMemory(job, plan, traced=True), Layouts.one(plan), Place.of(plan, mesh.rank)
     group = memory.group(layouts, place)
     states = {name: float(held[0]) for name, held in group.states(group.held).items()}
     peak = sum(float(held[0]) for part, held in memory.rank(layouts, place).items() if part != "runtime")
-    traffic = traffic_of(job, plan, mesh.rank, at=math.inf)
     groups, expected = _names(mesh), Counter[tuple[str, str]]()
-    for axis, kinds in traffic.items():
+    for axis, kinds in traffic_of(job, plan, mesh.rank, at=math.inf).items():
         found = mesh.everyone if axis == "everyone" else mesh.axes.get(axis)
         name = axis if found is None else groups[str(found.group.group_name)]
         expected.update({(name, kind): amount for kind, amount in kinds.items()})
+    return states | {"peak_memory": peak, "flops": flops_of(job, plan, mesh.rank)}, dict(expected)
+
+
+@dataclass(frozen=True)
+class OwnModule:
+    """Samples of a person's own module, and what the planner knows of it."""
+
+    samples: dict[str, Any]
+    facts: ModuleFacts
+
+    @classmethod
+    def open(cls, job: Job, plan: Plan) -> OwnModule:
+        dataset = dataset_here(job)
+        check_module(job, plan, dataset)
+        return cls(first_microbatch(job, plan, dataset), module_facts(job, plan, dataset))
+
+    def batch(self, without_data: Callable[[Tensor], Tensor]) -> Batch:
+        """A microbatch with the shapes of the samples."""
+        return {k: without_data(v) if isinstance(v, Tensor) else v for k, v in self.samples.items()}
+
+    def estimates(self, job: Job, plan: Plan) -> Estimates:
+        predicted, traffic = predict_module(job, plan, self.facts), module_traffic(plan, self.facts)
+        peak = (predicted["memory_gib"] - predicted["runtime_gib"]) * GIB
+        flops = plan.accumulation * self.facts.flops / (plan.tp * plan.pp)
+        states = module_states(job, plan, self.facts)
+        return states | {"peak_memory": peak, "flops": flops}, {kind: size for kind, size in traffic.items() if size}
+
+
+def _compare(
+    plan: Plan, mesh: Mesh, meter: Tracer, parts: dict[str, int], estimates: Estimates, began: float
+) -> DryRun:
+    estimated, expected = estimates
     collectives = tuple(
-        Collective(axis, kind, meter.calls[axis, kind], meter.bytes[axis, kind], expected.get((axis, kind), 0))
+        Collective(axis, kind, meter.calls[axis, kind], meter.bytes[axis, kind], round(expected.get((axis, kind), 0)))
         for axis, kind in sorted({*meter.bytes, *expected})
     )
     traced = {**parts, "peak_memory": meter.peak, "flops": meter.flops, "communication": sum(meter.bytes.values())}
-    estimated = {
-        **states,
-        "peak_memory": peak,
-        "flops": flops_of(job, plan, mesh.rank),
-        "communication": sum(expected.values()),
-    }
+    estimated = estimated | {"communication": sum(expected.values())}
     took = time.perf_counter() - began
     return DryRun(plan.layout(), mesh.rank, plan.world, mesh.position, traced, estimated, collectives, took)
 
