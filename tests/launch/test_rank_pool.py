@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import time
 import warnings
 
@@ -14,6 +15,7 @@ from helpers.command import DEADLINE_S
 from helpers.parity import make_job, section
 
 from weft import half_products_internals, precision
+from weft.job.errors import WeftError
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
 from weft.verify.prove import with_layout
@@ -46,6 +48,24 @@ def interface() -> str | None:
 def test_ranks_communicate_over_loopback(pool: RankPool) -> None:
     """Other hosts cannot connect, wherever the name of this one leads."""
     assert pool.run(interface, 2) == ["lo", "lo"]
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def divide() -> float:
+    return 1 / 0
+
+
+def test_a_rank_that_fails_is_told_in_one_line() -> None:
+    """`weft generate --tp` and `weft bench collectives` ended with the traceback of this process and of the rank."""
+    with RankPool() as own:
+        for function, says in ((die, "rank 0: the process died"), (divide, "rank 0: ZeroDivisionError: division by")):
+            with pytest.raises(WeftError) as failure:
+                own.run(function, 1)
+            assert str(failure.value).startswith(says) and "\n" not in str(failure.value)
+        assert any("return 1 / 0" in note for note in failure.value.__notes__)
 
 
 def jobs() -> list[Job]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.hardware.network import use_loopback
+from weft.job.errors import WeftError
 
 PRELOADED = ["weft.launch.pool_imports"]
 """Modules that take seconds to import: the fork server imports them once for all ranks."""
@@ -26,13 +27,14 @@ STACKS_S = 1.0
 """How long a pool waits for these files."""
 
 
-class RankFailed(RuntimeError):
-    """A function raised an error on a rank, or a rank did not answer; the text holds the traceback or the stacks."""
+class RankFailed(WeftError):
+    """A function raised an error on a rank, or a rank did not answer. Its text is the last line of what happened there,
+    and its note holds the traceback or the stacks."""
 
     def __init__(self, rank: int, text: str, error: BaseException | None):
-        super().__init__(f"rank {rank} failed:\n{text}")
+        super().__init__(f"rank {rank}: {text.strip().splitlines()[-1]}")
+        self.add_note(text)
         self.rank, self.error = rank, error
-        self.last_line = f"rank {rank}: {text.strip().splitlines()[-1]}"
 
 
 class RankPool:
@@ -155,6 +157,4 @@ def _answer_calls(pipe: Connection) -> None:
 
 
 def _portable(error: BaseException) -> BaseException | None:
-    from weft.job.errors import WeftError
-
     return error if isinstance(error, WeftError) else None

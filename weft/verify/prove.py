@@ -186,10 +186,10 @@ class LayoutChecker:
                 self.exact = self._trace(exact, 1, Variant(round_weights=precision == "fp32"))
                 found = self._compare(name, world, self.leader or self.reference, other)
             return found
+        except RankFailed as failure:  # the pool has replaced its ranks, so other layouts can still be proven
+            return Verdict(name, world, "failed", why=str(failure))
         except WeftError as error:
             return Verdict(name, world, "refused", why=str(error))
-        except RankFailed as failure:  # the pool has replaced its ranks, so other layouts can still be proven
-            return Verdict(name, world, "failed", why=failure.last_line)
 
     def _compare(self, name: str, world: int, reference: Trace, other: Trace) -> Verdict:
         return compare(name, world, reference, other, tolerance_name(self.plan), self.exact)

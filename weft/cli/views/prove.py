@@ -31,7 +31,7 @@ def run_and_show(job: Job, layouts: list[str], steps: int, shrink: bool, as_json
     try:
         verdicts = prove(job, layouts, steps, shrink, on_verdict=(lambda v: None) if as_json else _show)
     except RankFailed as failure:
-        raise WeftError(f"one process, with which layouts are compared, failed: {failure.last_line}") from None
+        raise WeftError(f"one process, with which layouts are compared, failed: {failure}") from None
     wrong = [v for v in verdicts if v.verdict in WRONG]
     refused = [v for v in verdicts if v.verdict == "refused"]
     if as_json:
