@@ -194,6 +194,16 @@ def test_lists_of_layouts() -> None:
     ]  # fmt: skip
     with pytest.raises(JobError, match=r"'ddp2 tpp' is not a layout: cannot read 'p'; names: cp, ddp, dp"):
         parse_layouts(["ddp2 tpp"])
+    assert parse_layouts(["tp1"]) == [("tp1", {"dp_replicate": 1, "dp_shard": 1, "tp": 1})]
+    for words, says in (
+        ("xx", "'xx' is not a layout: it names no axis"),
+        ("ddp2, \u00d7", "is not a layout: it names no axis"),
+        ("zero", "'zero' names no axis; write for example 'zero3 dp_shard2'"),
+        ("zbv", "'zbv' names no axis"),
+        ("tp2 pp2 tp4", "'tp2 pp2 tp4' is not a layout: tp is 2 and 4; leave one out"),
+    ):  # proven as one rank, which is always the same run, or as the last of two degrees
+        with pytest.raises(JobError, match=says):
+            parse_layouts([words])
     with pytest.raises(JobError, match=r"no layout is named; write for example --layouts ddp2,zero3"):
         parse_layouts([" , "])
 

@@ -49,6 +49,7 @@ _TOWER = re.compile(r"([A-Za-z_][\w.]*):([a-z]\S*)")
 _RANKS = re.compile(r"ranks=?(\d+(?:-\d+)?)\+?")
 """A tower's name and layout: settings joined by +, such as image:ranks=0-1+tp2."""
 _NUMBER = re.compile(r"\s*[=:]?\s*(\d+)")
+_NAMED_DEGREE = re.compile(r"dp|shard|replicate|tp|cp|pp|ep|:")
 _JOIN = re.compile(r"[\s×x*+&]*")
 
 
@@ -57,7 +58,11 @@ def parse_layouts(texts: Iterable[str]) -> list[tuple[str, dict[str, Any]]]:
     words = [w.strip() for text in texts for w in re.split(r"[,;](?![^\[]*\])", text) if w.strip()]
     if not words:
         raise JobError("no layout is named; write for example --layouts ddp2,zero3,'dp_shard=2 tp=2'")
-    return [(w, parse_layout(w)) for w in words]
+    layouts = [(w, parse_layout(w)) for w in words]
+    for word, section in layouts:
+        if ranks(section) == 1 and not _NAMED_DEGREE.search(word.lower()):  # such as `zero` or `zbv`
+            raise JobError(f"{word!r} names no axis; write for example 'zero3 dp_shard2' or 'pp2 zbv'")
+    return layouts
 
 
 def parse_layout(text: str) -> dict[str, Any]:
@@ -70,6 +75,7 @@ def parse_layout(text: str) -> dict[str, Any]:
         if found := pattern.search(rest):
             section[key] = _READ.get(key, int)(found.group(1))
             rest = rest[: found.start()] + " " + rest[found.end() :]
+    given: dict[str, int] = {}
     rest = _JOIN.sub("", rest, count=1)
     while rest:
         word = _WORD.match(rest)
@@ -81,11 +87,15 @@ def parse_layout(text: str) -> dict[str, Any]:
         if number := _NUMBER.match(rest):
             key = next(iter(meaning))
             meaning[key] = int(number.group(1))
+            if given.setdefault(key, meaning[key]) != meaning[key]:
+                raise JobError(f"{text!r} is not a layout: {key} is {given[key]} and {meaning[key]}; leave one out")
             rest = rest[number.end() :]
         elif name.startswith("zero") and section["dp_shard"] > 1:  # the degree came before: `dp_shard4 zero3`
             meaning.pop("dp_shard", None)
         section |= meaning
         rest = _JOIN.sub("", rest, count=1)
+    if section == {"dp_replicate": 1, "dp_shard": 1} and not _NAMED_DEGREE.search(text.lower()):  # such as `xx`
+        raise JobError(f"{text!r} is not a layout: it names no axis; names: {', '.join(sorted(ALIASES))}")
     return section
 
 
