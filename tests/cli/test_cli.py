@@ -100,6 +100,9 @@ def test_json_is_alone_on_stdout(command: Command, run: RunDir, folder: Path) ->
     calls: dict[tuple[str, ...], set[str]] = {
         ("plan", "job.yaml", "train.steps=7"): {"job", "world", "axes", "predicted", "reasons", "microbatch"},
         ("recipes",): {"demo"},
+        ("lesson",): {"data_parallel"},
+        ("schema",): {"title", "properties"},
+        ("logs", "tiny", "--rank", "0"): {"run", "rank", "text"},
         ("report", "tiny"): {"path"},
         ("export", "tiny", "--out", "model/all.safetensors"): {"path", "step", "bytes"},
         ("generate", "tiny", "--tokens", "5", "--prompt", "The "): {"step", "prompt", "text"},

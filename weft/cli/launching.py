@@ -90,11 +90,16 @@ def logs(
     run: RunArg,
     rank: Annotated[int | None, typer.Option(min=0, help="The log file of this rank instead.")] = None,
     runs_dir: RunsDir = "runs",
+    as_json: AsJson = False,
 ) -> None:
     """Print the output of a launched run, or the log of a rank."""
     from weft.launch.run_list import read_logs
 
-    for data in read_logs(run, rank, runs_dir):
+    found = read_logs(run, rank, runs_dir)
+    if as_json:
+        print_json({"run": run, "rank": rank, "text": b"".join(found).decode(errors="replace")})
+        return
+    for data in found:
         sys.stdout.write(printable(data.decode(errors="replace"), keep="\n\r\t"))
 
 

@@ -37,8 +37,8 @@ def doctor(
     raise typer.Exit(Exit.MACHINE if worst(checks) == "fail" else Exit.DONE)
 
 
-def schema() -> None:
-    """Print the JSON Schema of job files."""
+def schema(as_json: AsJson = False) -> None:
+    """Print the JSON Schema of job files, with or without --json."""
     from weft.job.schema import Job
 
     print_json(Job.model_json_schema())
@@ -61,6 +61,7 @@ def recipes(as_json: AsJson = False) -> None:
 
 def lesson(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Name of a lesson. Default: list all.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Run a lesson. Each shows one kind of parallelism by hand in plain PyTorch, on local ranks."""
     from weft.job.errors import JobError
@@ -68,10 +69,18 @@ def lesson(
 
     known = lessons()
     if name is None:
-        for each, path in known.items():
-            print(f"{each:16} {path.read_text(encoding='utf-8').splitlines()[0].strip(chr(34))}")
+        lines = {n: path.read_text(encoding="utf-8").splitlines()[0].strip('"') for n, path in known.items()}
+        if as_json:
+            print_json(lines)
+        else:
+            print(*(f"{each:16} {text}" for each, text in lines.items()), sep="\n")
         return
     if name not in known:
         raise JobError(f"unknown lesson {name!r}; lessons: {', '.join(known) or 'none'}")
     clean_up_on_interrupt()
-    raise typer.Exit(subprocess.run([sys.executable, known[name]], check=False).returncode)
+    ended = subprocess.run(
+        [sys.executable, known[name]], check=False, text=True, stdout=subprocess.PIPE if as_json else None
+    )
+    if as_json:
+        print_json({"lesson": name, "code": ended.returncode, "output": ended.stdout})
+    raise typer.Exit(ended.returncode)
