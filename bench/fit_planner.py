@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -67,9 +68,19 @@ _old = Calibration(
 )
 _nvidia = Calibration(host_us=60, experts=0.85, low_precision=0.85, step_ms=20, traffic=2.0, host_moe_us=100)
 _UNFUSED: dict[str, float] = {"fused": 0}
+_FIXED_SHAPES: dict[str, float] = {"host_moe_us": 5.0}
+"""Experts whose shapes do not depend on the routing: the host waits for nothing, or replays a graph."""
+_GRAPHS = r"^(26\.(0[6-9]|1)|2[7-9]\.)"
+"""Releases that run experts in CUDA graphs: 26.06 and later."""
 POOLED = ("matmul", "attention", "traffic", "host_us", "overlap_dp", "link", "network")
 POOLED_ROWS = 24
 """Rows of each source that the default is fitted on, at most about."""
+
+
+def _like_bridge() -> Calibration:
+    """Where the fit of MLPerf begins: it is the same software as Megatron-Bridge, with fewer models."""
+    fitted = load_calibration("megatron-bridge")
+    return _nvidia.with_(**{name: getattr(fitted, name) for name in (*MODERN, "low_precision", "overlap_tp")})
 
 
 def _pooled() -> dict[str, float]:
@@ -124,14 +135,19 @@ RECIPES: dict[str, Recipe] = {
         (*MODERN, "low_precision", "overlap_tp", "overlap_cp", "overlap_ep", "experts", "host_moe_us"),
         {
             "gpu:gb300": ({}, ("matmul", "traffic")),
-            "gpu:b200": ({}, ("matmul", "host_moe_us")),
-            "gpu:b300": ({}, ("matmul", "host_moe_us")),
+            "gpu:b": ({}, ("matmul", "host_moe_us")),
             "gpu:h100": ({}, ("matmul", "traffic", "host_moe_us", "attention")),
+            "notes:token-drop": (_FIXED_SHAPES, ()),
+            rf"table:{_GRAPHS}": ({**_FIXED_SHAPES, "grouped": 1}, ("experts", "overlap_ep")),
         },
-        main=lambda row: row.text["gpu"].startswith("GB200"),
+        main=lambda row: (
+            row.text["gpu"].startswith("GB200")
+            and not (row.model.experts and re.search(_GRAPHS, row.text["table"]))
+            and "token-drop" not in row.text["notes"]
+        ),
     ),
     "mlperf": Recipe(
-        _nvidia,
+        _like_bridge(),
         (
             "matmul",
             "depth",
@@ -160,8 +176,10 @@ RECIPES: dict[str, Recipe] = {
     ),
     "megatron": Recipe(_old.with_(host_us=200, traffic=2.0, score_batch=0), ("matmul", "traffic", "step_ms")),
     "fsdp": Recipe(
-        Calibration(host_us=150, overlap_dp=0.85, selective=0.5, selective_products=0.5, attention=0.4),
-        ("matmul", "attention", "traffic", "overlap_dp", "overlap_tp", "overlap_cp", "network", "low_precision"),
+        Calibration(
+            host_us=150, overlap_dp=0.85, selective=0.5, selective_products=0.5, attention=0.4, host_moe_us=5, grouped=1
+        ),
+        ("matmul", "attention", "traffic", "overlap_dp", "overlap_cp", "network", "low_precision"),
         {"gpu:a": (_pooled(), ("matmul",)), "notes:eager": ({}, ("traffic",))},
         main=lambda row: not device_name(row).startswith("a") and "eager" not in row.text.get("notes", ""),
     ),
@@ -177,17 +195,20 @@ def fit_stack(recipe: Recipe, rows: Sequence[PublishedRun], name: str) -> Framew
     variants: dict[str, dict[str, float]] = {}
     for key, (fixed, free) in recipe.variants.items():
         bare = Framework(name, base, {key: fixed})
-        own = [
-            row
-            for row in rows
-            if not recipe.main(row) and Framework(name, base, {key: {"jitter": -1.0}}).of(row).jitter < 0
-        ]
-        if own:
+        own = [row for row in rows if not recipe.main(row) and last_variant(row, recipe) == key]
+        if own and free:
             found = fit(own, base.with_(**fixed), free)
             variants[key] = {**bare.variants[key], **{n: getattr(found, n) for n in free}}
         else:
             variants[key] = fixed
     return Framework(name, base, variants)
+
+
+def last_variant(row: PublishedRun, recipe: Recipe) -> str:
+    """The variant that a row is fitted with: the last that applies to it."""
+    keys = list(recipe.variants)
+    marked = Framework("", recipe.start, {key: {"jitter": -1.0 - i} for i, key in enumerate(keys)})
+    return (["", *keys])[int(max(0.0, -marked.of(row).jitter))]
 
 
 def errors(stack: Framework, rows: Sequence[PublishedRun]) -> np.ndarray:
@@ -210,7 +231,7 @@ def groups(recipe: Recipe, rows: Sequence[PublishedRun]) -> list[str]:
 def held_out(recipe: Recipe, rows: Sequence[PublishedRun], name: str) -> np.ndarray:
     """Errors of every row by fits without its group; groups are dealt into at most five folds, the largest first."""
     keys = groups(recipe, rows)
-    sizes = sorted(set(keys), key=lambda k: -keys.count(k))
+    sizes = sorted(set(keys), key=lambda k: (-keys.count(k), k))
     folds = {key: i % 5 for i, key in enumerate(sizes)}
     out = np.full(len(rows), np.nan)
     for fold in sorted(set(folds.values())):

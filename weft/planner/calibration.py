@@ -63,6 +63,9 @@ class Calibration:
     """Once a step: logging, the batch, clipping, synchronisation."""
     experts: float = 0.8
     """What grouped products of experts keep over one product of the same size."""
+    grouped: float = 0.0
+    """1 where the products of a rank's experts are one kernel and fill the device together, 0 where each fills it
+    alone."""
     # time: links
     link: float = 0.75
     """Share of the links inside a node that a large collective gets (nccl-tests: 232 of 300 GB/s on A100)."""

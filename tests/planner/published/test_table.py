@@ -13,7 +13,8 @@ from weft.hardware.catalog import find_device
 from weft.job.errors import JobError
 from weft.planner.calibration import read_calibration
 from weft.planner.published.framework import calibration_of, framework_of
-from weft.planner.published.rows import network_of, read_table, row_device
+from weft.planner.published.row_cluster import network_of, row_device
+from weft.planner.published.rows import read_table
 from weft.planner.published.score import predict, rank_correlation, score_table, show_table, sweeps
 from weft.planner.search.candidates import PRECISIONS, RECOMPUTES
 

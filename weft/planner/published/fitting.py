@@ -29,15 +29,26 @@ HUBER_WIDTH = 0.03
 """Errors beyond this count linearly, so that outliers do not dominate the fit."""
 
 
+EDGE = 0.03
+"""Where a fit begins at least, as a share of the bounded scale: at a bound itself it could not move."""
+
+
+def _is_share(name: str) -> bool:
+    """Whether the scale of a value is linear, as it may be 0; others are logarithmic."""
+    return name.startswith("overlap_")
+
+
 def to_free(value: float, name: str) -> float:
-    low, high = np.log(BOUNDS[name])
-    share = np.clip((np.log(max(value, 1e-9)) - low) / (high - low), 1e-3, 1 - 1e-3)
+    low, high = BOUNDS[name]
+    scale = (value - low) / (high - low) if _is_share(name) else np.log(max(value, 1e-9) / low) / np.log(high / low)
+    share = np.clip(scale, EDGE, 1 - EDGE)
     return float(np.log(share / (1 - share)))
 
 
 def from_free(free: float, name: str) -> float:
-    low, high = np.log(BOUNDS[name])
-    return float(np.exp(low + (high - low) / (1 + np.exp(-free))))
+    low, high = BOUNDS[name]
+    share = 1 / (1 + np.exp(-free))
+    return float(low + (high - low) * share if _is_share(name) else low * (high / low) ** share)
 
 
 def fit(
@@ -49,7 +60,7 @@ def fit(
 
     def errors(free: np.ndarray) -> np.ndarray:
         cal = start.with_(**{n: from_free(f, n) for n, f in zip(names, free, strict=True)})
-        return np.log(estimate(model, cluster, layouts, cal, batch).step_time_s) - measured
+        return np.log(estimate(model, cluster, layouts, cal, batch, memory={}).step_time_s) - measured
 
     begin = np.array([to_free(getattr(start, n), n) for n in names])
     free = _descend(errors, begin, steps, width * np.array([RELATIVE_PRIOR_WIDTH.get(n, 1.0) for n in names]))

@@ -24,7 +24,8 @@ class Framework:
     name: str
     base: Calibration
     variants: dict[str, dict[str, float]]
-    """Changes under keys such as `gpu:h100`, `precision:bf16`, `kernel:torch`, `source:torchtitan` or `notes:eager`."""
+    """Changes under keys such as `gpu:h100`, `precision:bf16`, `kernel:torch`, `source:torchtitan`, `table:^26.06` or
+    `notes:eager`."""
 
     def of(self, row: PublishedRun) -> Calibration:
         changed: dict[str, Any] = {}
@@ -35,6 +36,7 @@ class Framework:
                 "kernel": row.kernel == value,
                 "precision": row.text.get("precision", "").lower().startswith(value),
                 "source": value in row.source.lower(),
+                "table": re.search(value, row.text.get("table", "")) is not None,
                 "notes": re.search(rf"\b{value}\b", row.text.get("notes", ""), re.I) is not None,
             }[kind]:
                 changed |= change
@@ -94,7 +96,7 @@ def framework_of(row: PublishedRun) -> str:
         newer = re.search(_BLACKWELL, device_name(row)) and name == "nemo"
         return "megatron-bridge" if newer else name
     description = " ".join(
-        row.text.get(k, "") for k in ("source", "table", "fsdp_or_zero", "provenance", "notes")
+        row.text.get(k, "") for k in ("framework", "source", "table", "fsdp_or_zero", "provenance", "notes")
     ).lower()
     gpu = device_name(row)
     return next((name for words, on, name in _RULES if re.search(words, description) and re.search(on, gpu)), "default")

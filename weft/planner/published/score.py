@@ -59,9 +59,12 @@ def predict(
     # A row that does not give its recompute may have used full recompute. With fused attention `selective` is as
     # uncertain: the scores it originally meant are never saved, so it may mean any part.
     vague = [RECOMPUTES[row.layout["recompute"]] == "selective" and choose(row).fused > 0 for row in rows]
-    silent = [i for i, row in enumerate(rows) if not fits[i] and (vague[i] or not row.text.get("recompute"))]
+    silent = [
+        i for i, row in enumerate(rows)
+        if not fits[i] and (vague[i] or not row.text.get("recompute") or not row.text.get("fsdp_or_zero"))
+    ]  # fmt: skip
     for i in silent:
-        saving = estimate_rows([with_full_recompute(rows[i])], choose(rows[i]))
+        saving = estimate_rows([_with_sharded_states(with_full_recompute(rows[i]))], choose(rows[i]))
         fits[i] = saving.fits[0]
         if fits[i] and must_recompute(rows[i], peak[i]):
             seconds[i] = saving.step_time_s[0]
@@ -71,6 +74,14 @@ def predict(
 
 def with_full_recompute(row: PublishedRun) -> PublishedRun:
     return replace(row, layout={**row.layout, "recompute": RECOMPUTES.index("full")})
+
+
+def _with_sharded_states(row: PublishedRun) -> PublishedRun:
+    """A row that does not say what is sharded, with the optimizer's states over all ranks of dp."""
+    if row.text.get("fsdp_or_zero") or row.layout["zero"]:
+        return row
+    shards = {"zero": 1, "dp_shard": row.layout["dp_replicate"], "dp_replicate": 1}
+    return replace(row, layout={**row.layout, **shards})
 
 
 def must_recompute(row: PublishedRun, peak_gib: float) -> bool:

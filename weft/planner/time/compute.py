@@ -61,17 +61,18 @@ def compute_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal
     size = layouts.element_bytes
     tiles = cluster.units * TILE_ELEMENTS
 
-    def product(rows: Size, out: Size, inner: Size, speed: Size) -> Size:
+    def product(rows: Size, out: Size, inner: Size, speed: Size, together: Size = 1) -> Size:
+        """Seconds of one product; `together` equal ones fill the device at once."""
         rows, out, inner = np.maximum(rows, 1e-9), np.maximum(out, 1e-9), np.maximum(inner, 1e-9)
         uneven = (np.mod(out, TILE_ALIGNMENT) > 0) | (np.mod(inner, TILE_ALIGNMENT) > 0)
-        loss = 1 + cal.odd * uneven + cal.wave * tiles / (rows * out) + cal.depth / inner
+        loss = 1 + cal.odd * uneven + cal.wave * tiles / (rows * out * together) + cal.depth / inner
         moved = size * (rows * out + rows * inner + out * inner)
         return np.maximum(2 * rows * out * inner / speed * loss, moved / memory)
 
-    def both(rows: Size, out: Size, inner: Size, speed: Size) -> tuple[Size, Size]:
+    def both(rows: Size, out: Size, inner: Size, speed: Size, together: Size = 1) -> tuple[Size, Size]:
         """Forward, and backward: the gradient of the input and that of the weights."""
-        weights = np.where(np.asarray(model.frozen) > 0, 0.0, product(out, inner, rows, speed))
-        return product(rows, out, inner, speed), product(rows, inner, out, speed) + weights
+        weights = np.where(np.asarray(model.frozen) > 0, 0.0, product(out, inner, rows, speed, together))
+        return product(rows, out, inner, speed, together), product(rows, inner, out, speed, together) + weights
 
     q, kv = model.q_width, model.kv_width
     latent = np.asarray(model.kv_rank) > 0
@@ -93,9 +94,10 @@ def compute_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal
     if np.any(np.asarray(model.experts) > 0):
         here = np.maximum(model.experts, 1) / layouts.ep
         rows = tokens / tp * model.top_k
+        at_once = here if cal.grouped else 1
         each = [
-            both(rows / here, model.gates * model.moe_ffn, model.dim, fast * cal.experts),
-            both(rows / here, model.dim, model.moe_ffn, fast * cal.experts),
+            both(rows / here, model.gates * model.moe_ffn, model.dim, fast * cal.experts, at_once),
+            both(rows / here, model.dim, model.moe_ffn, fast * cal.experts, at_once),
             both(tokens, np.maximum(model.gates, 1) * model.shared_ffn / tp, model.dim, fast),
             both(tokens, model.dim, model.shared_ffn / tp, fast),
         ]
