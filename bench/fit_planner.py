@@ -324,10 +324,9 @@ def write(stack: Framework, spread: float, recipe: Recipe, rows: int) -> None:
     own = {
         k: v for k, v in stack.base.__dict__.items() if v != getattr(plain, k) and k not in (*MEMORY, "name", "spread")
     }
-    variants = {
-        k: {**{n: v for n, v in before.get("variants", {}).get(k, {}).items() if n in MEMORY}, **c}
-        for k, c in stack.variants.items()
-    }
+    variants = {k: {n: v for n, v in change.items() if n in MEMORY} for k, change in before.get("variants", {}).items()}
+    variants = {k: {**variants.get(k, {}), **stack.variants.get(k, {})} for k in (*stack.variants, *variants)}
+    variants = {k: change for k, change in variants.items() if change}
     output = {
         "name": stack.name,
         "fitted": {"rows": rows, "free": list(recipe.free)},
@@ -356,6 +355,8 @@ MEMORY = (
     "loads_whole",
     "host_checkpoints",
     "experts_over_tp",
+    "gathered_inputs",
+    "accumulates_whole",
 )
 
 if __name__ == "__main__":
