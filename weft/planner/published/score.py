@@ -15,6 +15,7 @@ from weft.planner.published.fitting import fit
 from weft.planner.published.framework import calibration_of, framework_of, is_known
 from weft.planner.published.row_arrays import estimate_rows
 from weft.planner.published.rows import PublishedRun, read_table
+from weft.planner.schedules.known_schedules import SCHEDULE_NAMES
 from weft.planner.search.candidates import RECOMPUTES
 
 Floats = NDArray[np.float64]
@@ -58,13 +59,12 @@ def predict(
         seconds[index], peak[index], fits[index] = predicted.step_time_s, predicted.peak_gib, predicted.fits
     # A row that does not give its recompute may have used full recompute. With fused attention `selective` is as
     # uncertain: the scores it originally meant are never saved, so it may mean any part.
-    vague = [RECOMPUTES[row.layout["recompute"]] == "selective" and choose(row).fused > 0 for row in rows]
-    silent = [
-        i for i, row in enumerate(rows)
-        if not fits[i] and (vague[i] or not row.text.get("recompute") or not row.text.get("fsdp_or_zero"))
-    ]  # fmt: skip
-    for i in silent:
-        saving = estimate_rows([_with_sharded_states(with_full_recompute(rows[i]))], choose(rows[i]))
+    for i in np.flatnonzero(~fits).tolist():
+        vague = RECOMPUTES[rows[i].layout["recompute"]] == "selective" and choose(rows[i]).fused > 0
+        smaller = _as_small_as_possible(rows[i], vague)
+        if smaller.layout == rows[i].layout:
+            continue
+        saving = estimate_rows([smaller], choose(rows[i]))
         fits[i] = saving.fits[0]
         if fits[i] and must_recompute(rows[i], peak[i]):
             seconds[i] = saving.step_time_s[0]
@@ -76,12 +76,16 @@ def with_full_recompute(row: PublishedRun) -> PublishedRun:
     return replace(row, layout={**row.layout, "recompute": RECOMPUTES.index("full")})
 
 
-def _with_sharded_states(row: PublishedRun) -> PublishedRun:
-    """A row that does not say what is sharded, with the optimizer's states over all ranks of dp."""
-    if row.text.get("fsdp_or_zero") or row.layout["zero"]:
-        return row
-    shards = {"zero": 1, "dp_shard": row.layout["dp_replicate"], "dp_replicate": 1}
-    return replace(row, layout={**row.layout, **shards})
+def _as_small_as_possible(row: PublishedRun, vague: bool) -> PublishedRun:
+    """The row with what saves most memory wherever it says nothing: recompute, shards of states, one stage a rank."""
+    layout, text = dict(row.layout), row.text
+    if vague or not text.get("recompute"):
+        layout["recompute"] = RECOMPUTES.index("full")
+    if not text.get("fsdp_or_zero") and not layout["zero"]:
+        layout |= {"zero": 1, "dp_shard": layout["dp_replicate"], "dp_replicate": 1}
+    if not text.get("vpp") and layout["virtual_stages"] > 1:
+        layout |= {"virtual_stages": 1, "schedule": SCHEDULE_NAMES.index("1f1b")}
+    return replace(row, layout=layout)
 
 
 def must_recompute(row: PublishedRun, peak_gib: float) -> bool:
