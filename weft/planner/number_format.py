@@ -50,6 +50,11 @@ def amount(value: float) -> str:
     return f"{value:,.0f}" if value >= 9.95 else f"{value:.2g}"
 
 
+def rate(value: float) -> str:
+    """A rate with three digits, whole from 100."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
+
+
 def counted(n: int, word: str, ending: str = "s") -> str:
     """A number of things, such as `1 block` or `2 blocks`."""
     return f"{n:,} {word}{'' if n == 1 else ending}"
@@ -59,5 +64,5 @@ def human_count(n: float) -> str:
     """A count with three digits and a unit: 70.6B."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if n >= size:
-            return f"{n / size:.3g}{unit}"
+            return f"{rate(n / size)}{unit}"
     return f"{n:.0f}"

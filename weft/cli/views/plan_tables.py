@@ -15,7 +15,7 @@ from weft.planner.advice.hyperparameters import TunedSetting
 from weft.planner.advice.mixed_devices import Mixed
 from weft.planner.advice.offers import Offer
 from weft.planner.advice.why import TIME_WORDS
-from weft.planner.number_format import amount, counted, duration, gib, human_count, seconds
+from weft.planner.number_format import amount, counted, duration, gib, human_count, rate, seconds
 from weft.planner.search.survey import Point, Survey
 
 
@@ -45,7 +45,7 @@ def estimates(made: Survey, took_s: float) -> str:
     rows = [
         ("time", f"{seconds(estimate['step_time_s'])} a step ({seconds(low)} to {seconds(high)}): {where}"),
         ("speed", f"{human_count(estimate['tokens_per_s_per_gpu'])} tokens/s a device, "
-                  f"{estimate['tflops_per_gpu']:.3g} TFLOP/s, MFU {100 * estimate['mfu']:.1f} %"),
+                  f"{rate(estimate['tflops_per_gpu'])} TFLOP/s, MFU {100 * estimate['mfu']:.1f} %"),
         ("peak", f"{gib(estimate['peak_memory_gib'])} of {gib(limit)} GiB: "
                  + ", ".join(f"{n} {gib(v)}" for n, v in estimate["memory"].items() if v >= 0.01)),
     ]  # fmt: skip
