@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.job import Job, Optim, Train
+from weft.optim.batches import batches
 from weft.optim.build_optimizers import build_optimizers
 from weft.optim.ema import Ema
 from weft.optim.schedule import learning_rate, peak_lr
@@ -92,6 +94,81 @@ def test_trust_ratios_are_those_of_the_papers(name: str, one_step: Any) -> None:
         optimizer.step(0.01, taken=torch.tensor(step > 0))
         for n in SHAPES:
             torch.testing.assert_close(ours[n].detach(), theirs[n], msg=f"{n} in step {step}")
+
+
+OF_MATRICES = ["adafactor", "muon", "lars", "lamb"]
+"""Optimizers that combine the elements of a matrix."""
+
+
+def stepped(name: str, shapes: dict[str, tuple[int, ...]], steps: int = 3, skipped: int = 0) -> list[Tensor]:
+    """Weights and states after some steps, the first of which are skipped for gradients that are not finite."""
+    random = torch.Generator().manual_seed(0)
+    params = {n: torch.nn.Parameter(torch.randn(s, generator=random)) for n, s in shapes.items()}
+    optimizer = build_optimizers(Optim(name=name, lr=0.01), params, lambda n: n.startswith("blocks"))
+    part = next(p for p in optimizer.parts if type(p).__name__.lower() == name)
+    for step in range(skipped + steps):
+        for param in params.values():
+            param.grad = (
+                torch.full_like(param, torch.nan) if step < skipped else torch.randn(param.shape, generator=random)
+            )
+        part.found_inf = torch.tensor(float(step < skipped))  # type: ignore[attr-defined]
+        part.step()
+    return [p.detach() for p in params.values()] + [t for t in optimizer.state().values()]
+
+
+@pytest.mark.parametrize("name", OF_MATRICES)
+def test_batches_and_skipped_steps_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are updated together up to a number of elements; the last batches are of one weight each."""
+    shapes = SHAPES | {"blocks.1.wide": (5, 17), "blocks.experts.w": (3, 4, 6)}
+    right = stepped(name, shapes)
+    assert all(torch.isfinite(t).all() for t in right)
+    assert all(map(torch.equal, stepped(name, shapes, skipped=2), right))
+    module = f"weft.optim.{'trust_ratio' if name in ('lars', 'lamb') else name}"
+    monkeypatch.setattr(f"{module}.batches", lambda sizes, *_, **__: batches(sizes, 100))
+    assert all(map(torch.equal, stepped(name, shapes), right))
+
+
+def test_batches() -> None:
+    assert batches([5, 5, 1, 20, 3], 10) == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5)]
+    assert batches([5, 5, 1, 20, 3], 10, least=2) == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert batches([]) == []
+
+
+def test_matrices_of_a_shape_are_orthogonalised_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last batch is filled with zeros."""
+    shapes = {f"blocks.{i}": (6, 9) if i % 2 else (9, 4) for i in range(9)} | {"blocks.experts.w": (3, 6, 9)}
+    right = stepped("muon", shapes)
+    monkeypatch.setattr("weft.optim.muon.batch_size", lambda shape, device: 4)
+    for ours, theirs in zip(stepped("muon", shapes), right, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations; one on a list of tensors is one."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "limit"), [("adafactor", 10), ("muon", 4), ("lars", 4), ("lamb", 5)])
+def test_a_further_matrix_adds_few_operations(name: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an operation for each scalar and each product, a GPU would wait for the host."""
+    monkeypatch.setattr("weft.optim.muon.batch_size", lambda shape, device: 64, raising=False)
+    counts = []
+    for number in (8, 40):
+        params = {f"blocks.{i}": torch.nn.Parameter(torch.randn(4, 6)) for i in range(number)}
+        [part] = build_optimizers(Optim(name=name), params, lambda _: True).parts
+        for param in params.values():
+            param.grad = torch.randn_like(param)
+        part.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+        part.step()
+        with Operations() as counted:
+            part.step()
+        counts.append(counted.count)
+    assert counts[1] - counts[0] <= 32 * limit, counts
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])

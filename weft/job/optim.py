@@ -51,6 +51,8 @@ class Optimizer:
     """Whether ranks with the same shard of a weight take turns in computing updates, else the first one does."""
     scratch: Callable[[WeightShard], float] = lambda weight: 0.0
     """Numbers in temporary tensors while the weight is updated."""
+    batched: Callable[[WeightShard], float] = lambda weight: 0.0
+    """Numbers in temporary tensors of the weight while it is updated together with others (UPDATED_ELEMENTS)."""
     flops: Callable[[WeightShard], float] = lambda weight: 0.0
     """FLOPs of matrix products in an update, on each rank that computes it."""
     coded_in_kernel: bool = False

@@ -1,6 +1,7 @@
 """Adafactor (Shazeer & Stern 2018) for sharded weights: only sums of rows, columns and scalars are communicated.
 
-The same algorithm as torch.optim.Adafactor, whose in-place norms DTensor does not support.
+The same algorithm as torch.optim.Adafactor, whose in-place norms DTensor does not support. Operations are on lists of
+tensors, and scalars of all weights are one vector: a GPU would wait for the host otherwise.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.comm import foreach_internals as foreach
 from weft.comm.shards import LocalShard, local_of, shard_of
 from weft.job.schema import Optim
 from weft.mesh import Mesh
-from weft.optim.gradient_clip import zero_if_skipped
+from weft.optim.batches import batches
+from weft.optim.gradient_clip import taken_share, zeroed_if_skipped
 from weft.optim.replicas import sum_over_shards, take_from_first
 
 BETA2_DECAY = -0.8
@@ -36,83 +39,114 @@ class Adafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        taken: float | Tensor = 1.0 if self.found_inf is None else 1.0 - self.found_inf
         for group in self.param_groups:
-            lr = group["lr"]
-            params = [p for p in group["params"] if p.grad is not None]
-            shards = [shard_of(p) for p in params]
-            sums = [self._sums(p, shard) for p, shard in zip(params, shards, strict=True)]
-            sum_over_shards(self.mesh, sums, params)
-            for param, shard, found in zip(params, shards, sums, strict=True):
-                self._update_moments(param, shard, found)
-            means = [self._mean(p) for p in params]
-            take_from_first(self.mesh, means, params)
-            work = list(zip(params, shards, means, strict=True))
-            squares = [[self._direction(p, shard, mean).square().sum()] for p, shard, mean in work]
-            sum_over_shards(self.mesh, squares, params)
-            for (param, shard, mean), found, [square] in zip(work, sums, squares, strict=True):
-                count = math.prod(shard.shape)
-                rate_limit = self.state[param]["step"].double() ** -0.5
-                scale = (
-                    (found[0] / count).sqrt().clamp(min=MIN_PARAMETER_SCALE) * rate_limit.clamp(max=lr).float() * taken
-                )
-                clipped = (square / count).sqrt().clamp(min=1.0)
-                weight = local_of(param)
-                weight.mul_(1 - lr * group["weight_decay"] * taken)
-                weight.sub_(self._direction(param, shard, mean) * (scale / clipped))
+            if params := [p for p in group["params"] if p.grad is not None]:
+                self._update(params, group["lr"], group["weight_decay"])
 
-    def _sums(self, param: Tensor, shard: LocalShard) -> list[Tensor]:
-        """This rank's part of the sums of squares of the weight and of the gradient's rows and columns."""
-        out = [local_of(param).square().sum()]
-        if param.dim() > 1:
-            square = self._grad(param).square()
-            for dim in (-1, -2):
-                whole = square.new_zeros(_without(shard.shape, dim))
-                whole[_without_box(shard.box, dim)] = square.sum(dim, keepdim=True)
-                out.append(whole)
-        return out
+    def _update(self, params: list[Tensor], lr: float, decay: float) -> None:
+        """Update the weights of a group, which are all matrices (or stacks of them) or all vectors."""
+        weights, grads = [local_of(p) for p in params], zeroed_if_skipped(params, self.found_inf)
+        taken, shards = taken_share(self.found_inf, weights[0].device), [shard_of(p) for p in params]
+        sums = [[square] for square in foreach.foreach_norm(weights).square().unbind()]
+        if params[0].dim() > 1:
+            for own, more in zip(sums, _row_and_column_sums(grads, shards), strict=True):
+                own += more
+        sum_over_shards(self.mesh, sums, params)
+        steps = self._update_moments(params, shards, grads, sums, taken)
+        roots = self._roots(params, shards)
 
-    def _update_moments(self, param: Tensor, shard: LocalShard, sums: list[Tensor]) -> None:
-        """Update the second moments."""
-        state = self.state[param]
-        if not state:
-            state["step"] = torch.zeros((), device=param.device)
-            if param.dim() > 1:
-                state["row_var"], state["col_var"] = torch.zeros_like(sums[1]), torch.zeros_like(sums[2])
-            else:
-                state["variance"] = torch.zeros_like(param)
-        taken: float | Tensor = 1.0 if self.found_inf is None else 1.0 - self.found_inf
-        state["step"] += taken
-        share = (state["step"].double().clamp(min=1) ** BETA2_DECAY * taken).float()
-        if param.dim() > 1:
-            state["row_var"].lerp_(sums[1] / shard.shape[-1], share)
-            state["col_var"].lerp_(sums[2] / shard.shape[-2], share)
+        def directions(some: slice) -> list[Tensor]:
+            """Normalised gradients; computed twice in a step instead of stored, but for the last ones."""
+            out = foreach.foreach_mul(*(each[some] for each in roots))
+            foreach.foreach_clamp_max_(out, 1 / torch.finfo(params[0].dtype).eps)
+            foreach.foreach_mul_(out, grads[some])
+            return out
+
+        parts, norms = batches([w.numel() for w in weights]), []
+        found: list[Tensor] = []
+        for part in parts:
+            found = []  # frees the last ones
+            found = directions(part)
+            norms.append(foreach.foreach_norm(found))
+        squares = [[square] for square in torch.cat(norms).square().unbind()]
+        sum_over_shards(self.mesh, squares, params)
+        rates = (steps**-0.5).clamp(max=lr).float() * taken
+        scales = _root_mean(sums, shards).clamp(min=MIN_PARAMETER_SCALE) * rates
+        factors = list((-scales / _root_mean(squares, shards).clamp(min=1.0)).unbind())
+        foreach.foreach_mul_(weights, 1 - lr * decay * taken)
+        for part in reversed(parts):
+            found = found or directions(part)
+            foreach.foreach_mul_(found, factors[part])
+            foreach.foreach_add_scaled_(weights[part], found)
+            found = []
+
+    def _update_moments(
+        self, params: list[Tensor], shards: list[LocalShard], grads: list[Tensor], sums: list[list[Tensor]],
+        taken: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Update the second moments. Returns the number of steps of each weight."""
+        states = [self.state[p] for p in params]
+        for param, state, found in zip(params, states, sums, strict=True):
+            if not state:
+                state["step"] = torch.zeros((), device=param.device)
+                if param.dim() > 1:
+                    state["row_var"], state["col_var"] = torch.zeros_like(found[1]), torch.zeros_like(found[2])
+                else:
+                    state["variance"] = torch.zeros_like(param)
+        foreach.foreach_add_([state["step"] for state in states], taken)
+        steps = torch.stack([state["step"] for state in states]).double()
+        shares = list((steps.clamp(min=1) ** BETA2_DECAY * taken).float().unbind())
+        if params[0].dim() > 1:
+            ends = [each for found in sums for each in found[1:]]
+            foreach.foreach_mul_(ends, [1 / size for shard in shards for size in (shard.shape[-1], shard.shape[-2])])
+            moments = [state[key] for state in states for key in ("row_var", "col_var")]
+            foreach.foreach_lerp_(moments, ends, [share for share in shares for _ in range(2)])
         else:
-            local_of(state["variance"]).lerp_(self._grad(param).square(), share)
+            foreach.foreach_lerp_(
+                [local_of(state["variance"]) for state in states], foreach.foreach_mul(grads, grads), shares
+            )
+        return steps
 
-    def _mean(self, param: Tensor) -> list[Tensor]:
-        """The mean of a matrix's row means; none of a vector."""
-        return [self.state[param]["row_var"].mean(-2, keepdim=True)] if param.dim() > 1 else []
-
-    def _grad(self, param: Tensor) -> Tensor:
-        """This rank's shard of the gradient."""
-        assert param.grad is not None
-        return zero_if_skipped(local_of(param.grad), self.found_inf)
-
-    def _direction(self, param: Tensor, shard: LocalShard, mean: list[Tensor]) -> Tensor:
-        """The normalised gradient on this rank; computed twice per step instead of stored."""
-        state, eps = self.state[param], torch.finfo(param.dtype).eps
-        if param.dim() > 1:
-            row = (state["row_var"] / mean[0].clamp(min=eps))[_without_box(shard.box, -1)]
-            variance = row * state["col_var"][_without_box(shard.box, -2)]
-        else:
-            variance = local_of(state["variance"])
-        return self._grad(param) * variance.clamp(min=eps * eps).rsqrt()
+    def _roots(self, params: list[Tensor], shards: list[LocalShard]) -> tuple[list[Tensor], list[Tensor]]:
+        """Factors whose product is 1 / √variance on this rank: of rows and columns, or of elements and 1."""
+        states, eps = [self.state[p] for p in params], torch.finfo(params[0].dtype).eps
+        if params[0].dim() < 2:
+            one = torch.ones((), device=params[0].device)
+            return foreach.foreach_rsqrt([local_of(state["variance"]) for state in states]), [one] * len(params)
+        means = [[state["row_var"].mean(-2, keepdim=True)] for state in states]
+        take_from_first(self.mesh, means, params)
+        rows = [state["row_var"] / mean.clamp(min=eps) for state, [mean] in zip(states, means, strict=True)]
+        rows, columns = foreach.foreach_rsqrt(rows), foreach.foreach_rsqrt([state["col_var"] for state in states])
+        for index, shard in enumerate(shards):
+            if shard.groups:
+                rows[index] = rows[index][_without_box(shard.box, -1)]
+                columns[index] = columns[index][_without_box(shard.box, -2)]
+        return rows, columns
 
 
 def build(optim: Optim, groups: list[dict[str, Any]]) -> Adafactor:
     """The optimizer of a job's parameter groups."""
     return Adafactor(groups, optim.lr)
+
+
+def _row_and_column_sums(grads: list[Tensor], shards: list[LocalShard]) -> list[list[Tensor]]:
+    """This rank's part of the sums of squares of each gradient's rows and columns."""
+    sums = [torch.linalg.vector_norm(grad, dim=dim, keepdim=True) for grad in grads for dim in (-1, -2)]
+    foreach.foreach_mul_(sums, sums)
+    pairs = [sums[first : first + 2] for first in range(0, len(sums), 2)]
+    for pair, shard in zip(pairs, shards, strict=True):
+        for index, dim in enumerate((-1, -2)) if shard.groups else ():
+            whole = pair[index].new_zeros(_without(shard.shape, dim))
+            whole[_without_box(shard.box, dim)] = pair[index]
+            pair[index] = whole
+    return pairs
+
+
+def _root_mean(squares: list[list[Tensor]], shards: list[LocalShard]) -> Tensor:
+    """The square roots of the means of all weights, from sums of squares that come first in each list."""
+    means = [each[0] for each in squares]
+    foreach.foreach_mul_(means, [1 / math.prod(shard.shape) for shard in shards])
+    return torch.stack(means).sqrt()
 
 
 def _without(shape: torch.Size, dim: int) -> list[int]:

@@ -40,6 +40,16 @@ def scale_grads(params: Iterable[Tensor], factor: Tensor) -> None:
         foreach_mul_(grads, factor)
 
 
-def zero_if_skipped(grad: Tensor, found_inf: Tensor | None) -> Tensor:
-    """The gradient, or zeros if the step is skipped, so that values that are not finite do not spread."""
-    return grad if found_inf is None else torch.where(found_inf > 0, torch.zeros_like(grad), grad)
+def zeroed_if_skipped(params: Iterable[Tensor], found_inf: Tensor | None) -> list[Tensor]:
+    """This rank's gradients, set to zero if the step is skipped, so that values that are not finite do not spread."""
+    grads = [local_of(p.grad) for p in params if p.grad is not None]
+    if found_inf is not None:
+        skipped = found_inf > 0
+        for grad in grads:
+            grad.masked_fill_(skipped, 0.0)
+    return grads
+
+
+def taken_share(found_inf: Tensor | None, device: torch.device) -> Tensor:
+    """1, or 0 if the step is skipped, without synchronisation."""
+    return torch.ones((), device=device) if found_inf is None else 1.0 - found_inf

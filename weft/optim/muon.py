@@ -13,16 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.comm import foreach_internals as foreach
 from weft.comm.shards import local_of, shard_of
 from weft.job.schema import Optim
 from weft.mesh import Mesh
-from weft.optim.gradient_clip import zero_if_skipped
+from weft.optim.batches import batches
+from weft.optim.gradient_clip import taken_share, zeroed_if_skipped
 from weft.optim.replicas import Source
-from weft.planner.engine_constants import MUON_ITERATIONS
+from weft.planner.engine_constants import MUON_ITERATIONS, UPDATED_ELEMENTS
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic whose slope at zero is steepest (Jordan et al. 2024)."""
 MIN_NORM = 1e-7
+MAX_BATCH = 256
+"""Matrices that are processed together, at most."""
 
 
 class Muon(torch.optim.Optimizer):
@@ -40,58 +44,88 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            sources = [Source.of(self.mesh, param, index) for index, param in enumerate(params, group.get("first", 0))]
-            at_once = max((source.ranks for source in sources), default=1)  # each rank computes one of these
-            for first in range(0, len(params), at_once):
-                work = list(zip(params, sources, strict=True))[first : first + at_once]
-                updates = [self._update(param, source, group["momentum"]) for param, source in work]
-                for (param, source), update in zip(work, updates, strict=True):
-                    self._apply(param, source.send(update), group)
+            params = sorted((p for p in group["params"] if p.grad is not None), key=lambda p: p.shape)
+            if params:
+                self._update(params, group)
 
-    def _update(self, param: Tensor, source: Source, momentum: float) -> Tensor:
-        """This rank's shard of the orthogonalised momentum; without values where another rank computes it."""
-        if "momentum_buffer" not in self.state[param]:
-            self.state[param]["momentum_buffer"] = torch.zeros_like(param)
-        grad = zero_if_skipped(local_of(param.grad), self.found_inf)  # type: ignore[arg-type]
-        mean = local_of(self.state[param]["momentum_buffer"])
-        mean.lerp_(grad, (1 - momentum) * self._taken)
-        if not source.here:
-            return torch.empty_like(mean)
-        shard = shard_of(param)
-        wanted = grad.lerp(mean, momentum)
-        # this rank may have whole matrices of some experts
-        if param.dim() == 3 and shard.size[1:] == tuple(shard.shape[1:]):
-            return orthogonal(wanted)
-        return orthogonal(shard.whole(wanted))[shard.box].contiguous()
-
-    def _apply(self, param: Tensor, update: Tensor, group: dict[str, Any]) -> None:
-        lr = group["lr"] * self._taken
-        weight = local_of(param)
-        weight.mul_(1 - lr * group["weight_decay"])
-        weight.sub_(update * (lr * 0.2 * math.sqrt(max(param.shape[-2:]))))
-
-    @property
-    def _taken(self) -> float | Tensor:
-        return 1.0 if self.found_inf is None else 1.0 - self.found_inf
+    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        """Update the weights of a group: their momenta at once, which takes no memory, then batches of weights."""
+        lr, momentum = group["lr"], group["momentum"]
+        weights, grads = [local_of(p) for p in params], zeroed_if_skipped(params, self.found_inf)
+        taken = taken_share(self.found_inf, weights[0].device)
+        for param in params:
+            if "momentum_buffer" not in self.state[param]:
+                self.state[param]["momentum_buffer"] = torch.zeros_like(param)
+        means = [local_of(self.state[p]["momentum_buffer"]) for p in params]
+        foreach.foreach_mul_(means, 1 - (1 - momentum) * taken)
+        foreach.foreach_add_scaled_(means, grads, 1 - momentum)
+        foreach.foreach_mul_(weights, 1 - lr * group["weight_decay"] * taken)
+        sources = [Source.of(self.mesh, param, index) for index, param in enumerate(params, group.get("first", 0))]
+        ranks = max(source.ranks for source in sources)  # each computes an equal share of a batch
+        for some in batches([p.numel() for p in params], ranks * UPDATED_ELEMENTS, least=ranks):
+            updates = foreach.foreach_lerp(grads[some], means[some], momentum)
+            _orthogonalise_shards_(params[some], updates, sources[some])
+            foreach.foreach_mul_(updates, taken)
+            factors = [-lr * 0.2 * math.sqrt(max(p.shape[-2:])) for p in params[some]]
+            foreach.foreach_mul_(updates, factors)
+            foreach.foreach_add_scaled_(weights[some], updates)
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
-    """Approximately the nearest matrix with singular values of 1, by Newton–Schulz, in bf16 on GPUs.
+def _orthogonalise_shards_(params: list[Tensor], shards: list[Tensor], sources: list[Source]) -> None:
+    """Replace shards of matrices by those of the orthogonalised matrices, which one rank computes and sends."""
+    wholes = {i: _matrices(p, shards[i]) for i, p in enumerate(params) if sources[i].here}
+    orthogonalise_(matrix for whole in wholes.values() for matrix in (whole if whole.dim() == 3 else [whole]))
+    for index, (shard, source) in enumerate(zip(shards, sources, strict=True)):
+        if index in wholes and wholes[index] is not shard:
+            shard.copy_(wholes[index][shard_of(params[index]).box])
+        source.send(shard)
 
-    A stack [experts, out, in] is processed matrix by matrix.
+
+def _matrices(param: Tensor, local: Tensor) -> Tensor:
+    """The whole matrix of which a rank has a shard, or a stack of whole matrices, of all experts or the rank's own."""
+    shard = shard_of(param)
+    return local if param.dim() == 3 and shard.size[1:] == tuple(shard.shape[1:]) else shard.whole(local)
+
+
+def orthogonalise_(matrices: Iterable[Tensor]) -> None:
+    """Replace each matrix by approximately the nearest one with singular values of 1.
+
+    Those of one shape are processed together on GPUs, and always as many, where zeros take the places that are left:
+    libraries may choose products that round in another way if a batch has another size.
     """
-    if matrix.dim() == 3:
-        return torch.stack([orthogonal(each) for each in matrix]) if len(matrix) else matrix
-    x = matrix.bfloat16() if matrix.is_cuda else matrix.float()
-    tall = x.shape[0] > x.shape[1]
+    shapes: dict[torch.Size, list[Tensor]] = {}
+    for matrix in matrices:
+        if matrix.numel():
+            shapes.setdefault(matrix.shape, []).append(matrix)
+    for shape, members in shapes.items():
+        dtype = torch.bfloat16 if members[0].is_cuda else torch.float32
+        together = batch_size(shape, members[0].device)
+        for first in range(0, len(members), together):
+            some = members[first : first + together]
+            if together == 1:
+                some[0].copy_(newton_schulz(some[0].to(dtype)))
+                continue
+            stack = some[0].new_zeros((together, *shape), dtype=dtype)
+            foreach.foreach_copy_(stack[: len(some)].unbind(), some)
+            foreach.foreach_copy_(some, newton_schulz(stack)[: len(some)].unbind())
+
+
+def batch_size(shape: torch.Size, device: torch.device) -> int:
+    """How many matrices of a shape are processed together: the same number whatever is updated in a step."""
+    return min(max(1, UPDATED_ELEMENTS // shape.numel()), MAX_BATCH) if device.type == "cuda" else 1
+
+
+def newton_schulz(x: Tensor) -> Tensor:
+    """A matrix, or each one of a stack [matrices, rows, columns], orthogonalised."""
+    multiply, multiply_add = (torch.mm, torch.addmm) if x.dim() == 2 else (torch.bmm, torch.baddbmm)
+    tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
-    x = x / x.norm().clamp(min=MIN_NORM)
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=MIN_NORM)
     a, b, c = COEFFICIENTS
     for _ in range(MUON_ITERATIONS):
-        gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if tall else x).to(matrix.dtype)
+        gram = multiply(x, x.mT)
+        x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
 
 
 def build(optim: Optim, groups: list[dict[str, Any]]) -> Muon:

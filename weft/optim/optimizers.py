@@ -27,6 +27,12 @@ def _newton_schulz(weight: WeightShard) -> float:
     return prod(weight.shape[:-2]) * MUON_ITERATIONS * (4.0 * short * short * long + 2.0 * short**3)
 
 
+def _shard_and_matrix(weight: WeightShard) -> float:
+    """Numbers in a shard, and in the whole matrix if it is gathered; ranks mostly hold whole matrices of experts."""
+    whole = prod(weight.shape)
+    return weight.held + whole * (weight.held < whole) * (len(weight.shape) == 2)
+
+
 def _trust_norms(weight: WeightShard) -> float:
     """Two sums of squares of a matrix, in fp64."""
     return 4 if len(weight.shape) > 1 else 0
@@ -58,7 +64,7 @@ OPTIMIZERS.register(
         "weft.optim.adafactor:build", state=_adafactor_state, elementwise=False,
         traffic=lambda weight: 2 + _row_and_column_sums(weight),
         sent=lambda weight: 2 + _row_and_column_sums(weight) + prod(weight.shape[:-2]) * (len(weight.shape) > 1),
-        scratch=lambda weight: 3 * weight.held,
+        batched=lambda weight: weight.held,
     )
 )  # fmt: skip
 OPTIMIZERS.register(
@@ -67,20 +73,20 @@ OPTIMIZERS.register(
         "weft.optim.muon:build",
         state=lambda optim, weight: weight.held, elementwise=False, block_matrices_only=True,
         traffic=lambda weight: prod(weight.shape), sent=lambda weight: weight.held, takes_turns=True,
-        scratch=lambda weight: 5 * prod(weight.shape) if len(weight.shape) == 2 else 0, flops=_newton_schulz,
+        scratch=lambda weight: 4 * prod(weight.shape[-2:]), batched=_shard_and_matrix, flops=_newton_schulz,
     )
 )  # fmt: skip
 OPTIMIZERS.register(
     Optimizer(
         "lars", "LARS (You et al. 2017): SGD with momentum, a matrix's update in proportion to its norm.",
         "weft.optim.trust_ratio:build_lars", state=lambda optim, weight: weight.held, elementwise=False,
-        traffic=_trust_norms, sent=_trust_norms, scratch=lambda weight: 2 * weight.held,
+        traffic=_trust_norms, sent=_trust_norms, batched=lambda weight: weight.held,
     )
 )  # fmt: skip
 OPTIMIZERS.register(
     Optimizer(
         "lamb", "LAMB (You et al. 2020): AdamW with a matrix's update scaled to the matrix's norm.",
         "weft.optim.trust_ratio:build_lamb", state=lambda optim, weight: 2 * weight.held + 1, elementwise=False,
-        traffic=_trust_norms, sent=_trust_norms, scratch=lambda weight: weight.held,
+        traffic=_trust_norms, sent=_trust_norms, batched=lambda weight: weight.held,
     )
 )  # fmt: skip

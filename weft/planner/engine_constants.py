@@ -41,6 +41,8 @@ SMALL_ACTIVATIONS = 8
 """Saved tensors of less than the size of a block's input divided by this stay exact: statistics of rows."""
 MUON_ITERATIONS = 5
 """Newton–Schulz iterations of one Muon update."""
+UPDATED_ELEMENTS = 16 << 20
+"""Elements of weights that adafactor, muon, lars and lamb update together, unless one weight is larger."""
 NOISE_VALUES = 2**17
 """Different values of the noise of stochastic rounding; also the numbers that a CPU encodes at a time, which fit its
 cache."""

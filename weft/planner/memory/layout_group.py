@@ -186,7 +186,7 @@ class LayoutGroup:
             "communication": not_sent + (0.0 if compressed is None else compressed.noise),
             "not sent before": not_sent,
             "gradients": bytes_["gradients"] - self.block_gradients(),
-            "update": np.maximum(held.scratch[0], (width if self.flags["tp"] else 0) * held.partial),
+            "update": np.maximum(held.updating, (width if self.flags["tp"] else 0) * held.partial),
         }  # fmt: skip
         if self.flags["alone"] and not self.plan.tiered and not self._fused:  # torch's optimizers take them in fp32
             out["update"] += FP32_BYTES * held.trained_whole
@@ -198,7 +198,7 @@ class LayoutGroup:
         if compressed is not None and self.flags["buckets"]:
             out["update"] = np.maximum(out["update"], compressed.summing(held.compressed, self._largest_compressed()))
         if self.plan.gradient_home == "released":
-            scratch = [size.scratch[0] for kind, size in self.unit_here.items() if kind not in OUTSIDE_BLOCKS]
+            scratch = [size.updating for kind, size in self.unit_here.items() if kind not in OUTSIDE_BLOCKS]
             out["block update"] = np.max(scratch, 0) + self._piece_bytes(held.held, blocks=True)
         u = self.unit_here
         kinds = {"dense": u["column" if job.model.is_stack else "dense"], "root": self.outside}

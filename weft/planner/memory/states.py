@@ -16,6 +16,7 @@ from weft.planner.engine_constants import (
     MIN_CODED_COLUMNS,
     STATE_SCALE_BLOCK,
     STREAMED_PIECE_ELEMENTS,
+    UPDATED_ELEMENTS,
 )
 from weft.planner.memory.live_bytes import FP32_BYTES
 from weft.planner.model.model_facts import Size
@@ -69,8 +70,8 @@ class UnitSizes:
     sums: Any
     """One row for each property below, one column for each layout."""
     scratch: Size
-    """Bytes of temporary tensors while the optimizer updates a weight, at most; and after it, while its copy is made:
-    [2, layouts]."""
+    """Bytes of temporary tensors while the optimizer updates a weight, at most; after it, while its copy is made; and
+    of the weight itself in a batch: [3, layouts]."""
 
     whole = _row(0, "On this rank of tp or ep, before sharding.")
     padded = _row(1, "Of the shard, with the padding that makes all shards equal.")
@@ -84,6 +85,12 @@ class UnitSizes:
     trained_padded = _row(9, "As padded, of weights that are trained.")
     trained_held = _row(10, "As held, of weights that are trained.")
     trained_gathered = _row(11, "As gathered, of weights that are trained.")
+    batched = _row(12, "Bytes of temporary tensors if the optimizer updated all weights together.")
+
+    @property
+    def updating(self) -> Size:
+        """Bytes of temporary tensors while the optimizer updates a batch of weights."""
+        return self.scratch[0] + np.minimum(self.batched, np.maximum(self.scratch[2], FP32_BYTES * UPDATED_ELEMENTS))
 
     def __add__(self, other: UnitSizes) -> UnitSizes:
         return UnitSizes(self.sums + other.sums, np.maximum(self.scratch, other.scratch))
@@ -99,13 +106,13 @@ class UnitSizes:
     def without_states(self) -> UnitSizes:
         """The same for a copy of weights that the optimizer does not update."""
         sums = self.sums.copy()
-        sums[[6, 10]] = 0.0  # optimizer, trained_held
+        sums[[6, 10, 12]] = 0.0  # optimizer, trained_held, batched
         return UnitSizes(sums, 0.0 * self.scratch)
 
     @classmethod
     def none(cls, layouts: int) -> UnitSizes:
         """Nothing, for a number of layouts."""
-        return cls(np.zeros((12, layouts)), np.zeros((2, layouts)))
+        return cls(np.zeros((13, layouts)), np.zeros((3, layouts)))
 
 
 def unit_sizes(
@@ -161,15 +168,20 @@ def _sizes(
     shards = [WeightShard(w.shape, own_held, w.in_block) for w, own_held in zip(weights, held, strict=True)]
     entries = [OPTIMIZERS[job.optim.name].of(shard) for shard in shards]
     pairs = list(zip(entries, shards, strict=True))
-    numbers, scratch = (
+    numbers, scratch, batched = (
         np.stack([ask(entry, shard) + 0.0 * shard.held for entry, shard in pairs])
-        for ask in (lambda entry, shard: entry.state(job.optim, shard), lambda entry, shard: entry.scratch(shard))
+        for ask in (
+            lambda entry, shard: entry.state(job.optim, shard),
+            lambda entry, shard: entry.scratch(shard),
+            lambda entry, shard: entry.batched(shard),
+        )
     )
     state = np.stack(
         [stored_bytes(job.memory.states, n, s.held, s.shape) for n, s in zip(numbers, shards, strict=True)]
     )
     trained = column(w.trained for w in weights)
     gradients = [trained * rows for rows in (aligned, partial, state, whole * sent, whole, padded, held, gathered)]
+    gradients.append(trained * FP32_BYTES * batched)
     sums = np.stack([whole, padded, held, gathered, *gradients]).sum(1)
     rounding = 2.0 * held * rounds * (layouts.dp_shard == 1)  # two tensors of integers
-    return UnitSizes(sums, FP32_BYTES * (trained * np.stack([scratch, rounding])).max(1))
+    return UnitSizes(sums, FP32_BYTES * (trained * np.stack([scratch, rounding, batched])).max(1))
