@@ -27,6 +27,12 @@ def _newton_schulz(weight: WeightShard) -> float:
     return prod(weight.shape[:-2]) * MUON_ITERATIONS * (4.0 * short * short * long + 2.0 * short**3)
 
 
+def _two_products(weight: WeightShard) -> float:
+    """Numbers in the matrix before and after an iteration, and in two products of its short side."""
+    short, long = sorted(weight.shape[-2:])
+    return 2 * short * (long + short)
+
+
 def _shard_and_matrix(weight: WeightShard) -> float:
     """Numbers in a shard, and in the whole matrix if it is gathered; ranks mostly hold whole matrices of experts."""
     whole = prod(weight.shape)
@@ -73,7 +79,7 @@ OPTIMIZERS.register(
         "weft.optim.muon:build",
         state=lambda optim, weight: weight.held, elementwise=False, block_matrices_only=True,
         traffic=lambda weight: prod(weight.shape), sent=lambda weight: weight.held, takes_turns=True,
-        scratch=lambda weight: 4 * prod(weight.shape[-2:]), batched=_shard_and_matrix, flops=_newton_schulz,
+        scratch=_two_products, batched=_shard_and_matrix, flops=_newton_schulz,
     )
 )  # fmt: skip
 OPTIMIZERS.register(
