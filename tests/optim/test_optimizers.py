@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.job import Job, Optim, Train
-from weft.optim.batches import batches
 from weft.optim.build_optimizers import build_optimizers
 from weft.optim.ema import Ema
+from weft.optim.pieces import batches
 from weft.optim.schedule import learning_rate, peak_lr
 from weft.planner.lr_scaling import lr_scaling
 

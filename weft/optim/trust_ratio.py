@@ -17,8 +17,8 @@ from weft.comm import foreach_internals as foreach
 from weft.comm.shards import local_of
 from weft.job.schema import Optim
 from weft.mesh import Mesh
-from weft.optim.batches import batches
 from weft.optim.gradient_clip import taken_share, zeroed_if_skipped
+from weft.optim.pieces import batches
 from weft.optim.replicas import sum_over_shards
 
 Group = dict[str, Any]
