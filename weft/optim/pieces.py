@@ -223,8 +223,8 @@ def cut_slices(
 
 
 def batches(sizes: Sequence[int], limit: int = UPDATED_ELEMENTS, least: int = 1) -> list[slice]:
-    """Weights that an optimizer updates together, for few launches and bounded temporary tensors: indices of consecutive
-    ones with at most `limit` elements, or `least` larger ones."""
+    """Weights that an optimizer updates together, for few launches and bounded temporary tensors: indices of
+    consecutive ones with at most `limit` elements, or `least` larger ones."""
     found, first, filled = [], 0, 0
     for index, size in enumerate(sizes):
         if index - first >= least and filled + size > limit:

@@ -170,11 +170,7 @@ def _sizes(
     pairs = list(zip(entries, shards, strict=True))
     numbers, scratch, batched = (
         np.stack([ask(entry, shard) + 0.0 * shard.held for entry, shard in pairs])
-        for ask in (
-            lambda entry, shard: entry.state(job.optim, shard),
-            lambda entry, shard: entry.scratch(shard),
-            lambda entry, shard: entry.batched(shard),
-        )
+        for ask in (lambda e, shard: e.state(job.optim, shard), lambda e, s: e.scratch(s), lambda e, s: e.batched(s))
     )
     state = np.stack(
         [stored_bytes(job.memory.states, n, s.held, s.shape) for n, s in zip(numbers, shards, strict=True)]
