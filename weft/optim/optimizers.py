@@ -22,9 +22,10 @@ def _adafactor_state(optim: Optim, weight: WeightShard) -> float:
 
 
 def _newton_schulz(weight: WeightShard) -> float:
-    """FLOPs of Muon's Newton–Schulz iterations on the whole matrix."""
+    """FLOPs of Muon's Newton–Schulz iterations on the whole matrix, or on those of this rank's experts."""
     short, long = sorted(weight.shape[-2:])
-    return prod(weight.shape[:-2]) * MUON_ITERATIONS * (4.0 * short * short * long + 2.0 * short**3)
+    matrices = 1 if len(weight.shape) == 2 else weight.held / (short * long)
+    return matrices * MUON_ITERATIONS * (4.0 * short * short * long + 2.0 * short**3)
 
 
 def _two_products(weight: WeightShard) -> float:
@@ -78,7 +79,8 @@ OPTIMIZERS.register(
         "muon", "Muon (Jordan et al. 2024) on the matrices of blocks, adamw on the rest.",
         "weft.optim.muon:build",
         state=lambda optim, weight: weight.held, elementwise=False, block_matrices_only=True,
-        traffic=lambda weight: prod(weight.shape), sent=lambda weight: weight.held, takes_turns=True,
+        traffic=lambda weight: prod(weight.shape) if len(weight.shape) == 2 else 0,  # ranks hold whole experts
+        sent=lambda weight: weight.held, takes_turns=True,
         scratch=_two_products, batched=_shard_and_matrix, flops=_newton_schulz,
     )
 )  # fmt: skip

@@ -22,7 +22,7 @@ from weft.parallel.context.sequence_split import SequenceSplit
 from weft.planner import make_plan
 from weft.planner.plan import Plan
 from weft.planner.rules.layout_syntax import parse_layout, ranks
-from weft.planner.time.context import choose_style, context_bytes
+from weft.planner.time.context import attentions, choose_style, context_bytes
 from weft.verify.prove import with_layout
 
 Case = dict[str, Any]
@@ -133,7 +133,9 @@ def step_bytes(job: Any) -> dict[str, Any]:
     axis.bytes.clear()
     stepper.gradients([to_device(b, mesh.device) for b in batches])
     tokens = job.train.global_batch * SequenceSplit.of(plan, axis.rank).padded(job.data.seq_len)
-    formula = context_bytes(job.model, plan, tokens, 4, axis.rank // plan.cp_group)
+    count = attentions(job.model, 0, job.model.layers)
+    again = attentions(job.model, 0, plan.recomputed(0, job.model.layers, job.model.layers))
+    formula = context_bytes(job.model, plan, tokens, 4, axis.rank // plan.cp_group, count, again)
     return {"memory": memory, "sent": {k: axis.bytes[k] for k in formula}, "formula": formula}
 
 
@@ -142,7 +144,7 @@ SECTIONS: dict[str, Any] = {
 }  # fmt: skip
 PLAIN: dict[str, Any] = {}
 STEPS: dict[str, tuple[dict[str, Any], ...]] = {
-    "cp 2 ring": (PLAIN, {"recompute": "full"}, {"chunk": 40}),
+    "cp 2 ring": (PLAIN, {"recompute": "full"}, {"recompute": 1}, {"chunk": 40}),
     "cp 4 ring": (PLAIN,),
     "cp 2 ulysses": (PLAIN, {"recompute": "full"}, {"chunk": 40}),
     "cp 4 ulysses": (PLAIN,),

@@ -19,6 +19,7 @@ from weft.planner.advice.pinned_job import pinned_job, tuned_job
 from weft.planner.advice.why_not import why_not
 from weft.planner.calibration import Calibration
 from weft.planner.describe import describe_plan, draw_schedule
+from weft.planner.explain_memory import explain_memory
 from weft.planner.make_plan import (
     PlanStart,
     check_fits,
@@ -29,7 +30,6 @@ from weft.planner.make_plan import (
     start_plan,
     with_module_prediction,
 )
-from weft.planner.memory.explain import explain_memory
 from weft.planner.number_format import gib, gib_difference
 from weft.planner.own_calibration import own_calibration
 from weft.planner.search.survey import Survey, survey

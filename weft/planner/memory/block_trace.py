@@ -84,6 +84,7 @@ def with_split_pass(block: BlockBytes, m: Model, z: Sizes, mix: Mixture | None, 
     norms = (attentions + 1) * (2 if m.norm_at == "both" else 1)
     later = z.tokens * z.c * (attentions * (z.heads + 2 * z.kv) + gates * wide) + sums * z.rows * z.dim * z.c
     later = later + norm_gradient(m, z, norms * z.rows * z.dim + bool(m.qk_norm) * z.tokens * (z.heads + z.kv))
+    later = later + z.learned.kept  # gradients of scores
     back = block.none.backward
     if traced and not z.coded:
         back = np.maximum(back, _input_pass(m, z, mix))
@@ -145,7 +146,7 @@ def _block_forward(t: LiveBytes, m: Model, z: Sizes, mix: Mixture | None) -> Non
         for name in (q, k):
             if not (m.qk_norm and z.fused):
                 t.drop(name)
-    t.flash(_attention_bytes(z, 1, 2, (FP32_BYTES + z.c / 2) * z.heads + 4 * z.c * z.kv))
+    t.flash(attention_bytes(z, 1, 2, (FP32_BYTES + z.c / 2) * z.heads + 4 * z.c * z.kv))
     t.flash(z.learned.forward)
     t.take(y=z.tokens * z.heads * z.c, lse=z.tokens * z.scores * FP32_BYTES)
     t.take(soft=z.learned.kept, operands=z.learned.operands)
@@ -212,7 +213,7 @@ def _latents(t: LiveBytes, m: Model, z: Sizes, latent: Latent) -> None:
         t.take(cut=z.tokens * z.scores * latent.v_dim * z.c)
 
 
-def _attention_bytes(z: Sizes, queries: int, keys: int, exchanged: Size) -> Size:
+def attention_bytes(z: Sizes, queries: int, keys: int, exchanged: Size) -> Size:
     """Temporary bytes of attention: two tiles of scores, those held of the tile before (gradients too in the backward
     pass, of three queries) and so many copies in fp32 without a fused kernel, and what is exchanged for each token."""
     copies = (z.tile > 0) * (z.c < FP32_BYTES) * FP32_BYTES * (queries * z.heads + keys * z.kv)
@@ -316,8 +317,10 @@ def _block_backward(t: LiveBytes, m: Model, z: Sizes, mix: Mixture | None) -> No
     t.take(da=heads)
     t.weight_gradient(z.dim * z.heads * z.c, z.retain)
     t.drop("do", "dadded")
+    mixed = z.c < FP32_BYTES  # copies in fp32
     exchanged = (FP32_BYTES + z.c / 2) * z.heads + (4 * FP32_BYTES + 4 * z.c) * z.kv
-    t.flash(_attention_bytes(z, 3, 4, exchanged))
+    at_once = (FP32_BYTES + z.c / 2 + 6 * mixed) * z.heads + (FP32_BYTES + 4 * mixed) * z.kv
+    t.flash(attention_bytes(z, 3, 4, exchanged + z.one_chunk * at_once))
     t.flash(z.learned.backward)
     t.take(dq=heads, dk=kv, dv=kv)
     q, k = ("qn", "kn") if m.qk_norm else ("q", "k")

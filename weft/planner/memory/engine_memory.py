@@ -123,23 +123,27 @@ class EngineMemory:
             inner = blocks if self.job.model.first_blocks is None else 0.0 * blocks
             dense = np.where(layouts.pp > 1, inner, self.stages.first_dense)
             again = np.minimum(blocks, layouts.recompute_blocks / layouts.pp)
-            counts = BlockCounts(blocks, dense, again, again, again > 0, 0.0 * blocks)
+            counts = BlockCounts(blocks, dense, again, again, blocks * (again > 0), 0.0 * blocks)
         else:
             counts = self.stages.at(layouts, at)
         rounds = self.device == "cpu" and self.plan.precision == "bf16" and not self.plan.split_master
         first, position = distinct(layouts.tp, layouts.ep, layouts.cp, layouts.dp_shard, layouts.sequence)
         units = unit_sizes(self.job, layouts.take(first), place.tp, place.shard, rounds)
-        in_flight, pending, losses = microbatches_by_schedule(layouts, at, "in_flight", "pending", "losses_wait")
+        kinds = "in_flight", "pending", "losses_wait", "splits_on"
+        in_flight, pending, losses, splits_on = microbatches_by_schedule(layouts, at, *kinds)
         splits = SPLITS[layouts.schedule] & (layouts.pp > 1)
+        reduces_last = splits & (splits_on > 0) & (layouts.dp_shard > 1)
         every = (counts.blocks > 0) & (layouts.recompute > 0)
-        some = np.flatnonzero(splits & np.where(layouts.recompute_blocks < 0, every, counts.at_once > 0))
-        if len(some):
-            (in_flight[some],) = microbatches_by_schedule(layouts.take(some), at[some], "awaiting_backward")
-            pending[some], splits[some] = 0.0, False
+        share = counts.at_once / np.maximum(counts.blocks, 1)
+        at_once = splits * np.where(layouts.recompute_blocks < 0, every, share)
+        if len(some := np.flatnonzero(at_once)):
+            (awaiting,) = microbatches_by_schedule(layouts.take(some), at[some], "awaiting_backward")
+            in_flight[some] += at_once[some] * (awaiting - in_flight[some])
+            pending, splits = pending * (1 - at_once), splits & (at_once < 1)
         if least:  # the first rank of a pipeline in a V holds least
             fewest = np.minimum(in_flight - 0.5, (layouts.accumulation + 1) / 2)
             in_flight = np.where(layouts.pp > 1, fewest, in_flight)
-        return Rank(layouts, at, counts, position, in_flight, pending, losses, splits), units
+        return Rank(layouts, at, counts, position, in_flight, pending, losses, splits, reduces_last), units
 
     def _trace(self, layouts: Layouts, place: Place, detail: bool, least: bool = False) -> dict[str, Size]:
         out = {name: np.zeros(len(layouts)) for name in (("total", *PARTS) if detail else ("total",))}
@@ -180,8 +184,8 @@ class EngineMemory:
             "long": (chunk_tokens(self.job, layouts) > 0) | (layouts.offload == OFFLOADS.index("activations")),
         }  # fmt: skip
         step: Flags = {
-            "piped": piped, "zero": _step_stage(layouts),
-            "split_passes": ranks.splits, "partly": partly,
+            "piped": piped, "zero": np.where(ranks.reduces_last, 1, _step_stage(layouts)),
+            "split_passes": ranks.splits, "reduces_last": ranks.reduces_last, "partly": partly,
             "several": several, "steady": ranks.steady & several,
         }  # fmt: skip
         outer, key = (_digits(len(layouts), columns) for columns in (sizes, step))
@@ -216,10 +220,11 @@ def _unique(key: Any) -> tuple[Any, Any, Any]:
 
 
 def _step_stage(layouts: Layouts) -> Size:
-    """The ZeRO stage whose step is the same: a split backward reduces whole gradients under every stage, and one
-    microbatch reduces each of them once."""
+    """The ZeRO stage whose step is the same: one microbatch reduces each gradient once, and all ranks of a pipeline in
+    a V that splits its backward pass reduce whole gradients."""
     stage = np.where((layouts.accumulation == 1) & (layouts.zero == 1), 2, layouts.zero)
-    return np.where(SPLITS[layouts.schedule] & (layouts.pp > 1), 1, stage) * (layouts.dp_shard > 1)
+    whole = SPLITS[layouts.schedule] & layouts.back_and_forth & (layouts.pp > 1)
+    return np.where(whole, 1, stage) * (layouts.dp_shard > 1)
 
 
 def _digits(size: int, columns: Flags) -> Any:

@@ -80,8 +80,8 @@ class LayoutGroup:
         layouts, flags, rank = self.layouts, self.flags, self.rank
         states = shared.states_of(chosen)
         regime = Regime(
-            zero=flags["zero"], split_passes=flags["split_passes"], buckets=flags["buckets"],
-            several=flags["several"], steady=flags["steady"],
+            zero=flags["zero"], split_passes=flags["split_passes"], reduces_last=flags["reduces_last"],
+            buckets=flags["buckets"], several=flags["several"], steady=flags["steady"],
             compute_bytes=self.compute_bytes,
             copies_reduced=self.plan.backend == "gloo" or self.plan.compression != "none",
             gradients_leave=self.plan.gradient_home != "device",
@@ -91,19 +91,17 @@ class LayoutGroup:
         between = {part: states[part] for part in ("parameters", "optimizer", "communication")}
         between["runtime"] = RUNTIME_BYTES[self.plan.device] + (WORKSPACE_BYTES if flags["compiled"] else 0.0)
         messages = PREFETCHED_MESSAGES * stage.hidden * rank.neighbours if flags["piped"] else 0.0
-        walk = Walk(
-            {
-                **between, "gradients": states["gradients"] * flags["buckets"],
-                "activations": layouts.accumulation * (layouts.microbatch * self.tables.sample_bytes),
-                "communication": between["communication"] + messages,
-            },
-            detail,
-        )  # fmt: skip
+        batches = {"activations": layouts.accumulation * (layouts.microbatch * self.tables.sample_bytes)}
+        before = {"gradients": states["gradients"] * flags["buckets"], **batches}
+        walk = Walk({**between, **before, "communication": between["communication"] + messages}, detail)
         sent = 0.0
         if self.plan.backend == "gloo" and flags["piped"]:  # a send is known to be complete only when waited for
             local = 2 * (layouts.back_and_forth & (rank.at == layouts.pp - 1))
             sent = stage.hidden * (2 * layouts.virtual_stages - self.begins - self.ends - local)
-        StepTrace(stage, regime, walk).run(rank, flags["piped"], sent)
+        step = StepTrace(stage, regime, walk)
+        step.run(rank, flags["piped"], sent)
+        if regime.reduces_last:
+            step.reduce_last({**between, **batches})
         # what the last step did not send is kept until this one is known to be taken
         kept = between["communication"] + states["not sent before"]
         walk.restart({**between, "gradients": states["gradients"], "communication": kept})
@@ -206,11 +204,9 @@ class LayoutGroup:
             apart = self.flags["ep"] and self.flags["sharded"]
             kinds |= {"routed": u["routed"] if apart else u["routed"] + u["experts"]}
             kinds |= {"experts": u["experts"]} if apart else {}
-        return out | {
-            f"{kind} {row}": getattr(sizes, row)
-            for kind, sizes in kinds.items()
-            for row in ("gathered", "trained_gathered", "trained_padded", "compressed")
-        }
+        rows = ["gathered", "trained_gathered", "trained_padded"]
+        rows += ["last"] * self.flags["sharded"] + ["compressed"] * (compressed is not None)
+        return out | {f"{kind} {row}": getattr(sizes, row) for kind, sizes in kinds.items() for row in rows}
 
     def compressed(self) -> CompressedLayouts | None:
         """How gradients are compressed; None where they are not."""
@@ -283,17 +279,22 @@ class LayoutGroup:
         layouts, flags, (blocks, dense, again, again_waiting, *_) = self.layouts, self.flags, self.rank.counts
         again, again_waiting = ((layouts.recompute > 0) * each for each in (again, again_waiting))
         compressed = self.compressed()
-        stages = layouts.virtual_stages if flags["piped"] else 1
+        stages = split_stages = layouts.virtual_stages if flags["piped"] else 1
+        beside: Size = 0.0
+        if flags["split_passes"] and flags["partly"]:  # stages with recomputed blocks do not split their backward pass
+            at_once = self.rank.counts.at_once
+            beside = np.maximum(at_once - again, 0)
+            split_stages = stages * np.maximum(blocks - at_once, 1) / np.maximum(blocks, 1)
 
-        def unit(kind: str, passes: PassBytes = NO_PASSES, experts: Unit | None = None) -> Unit:
-            passes = passes.split(self.rank.pending > 0, stages) if flags["split_passes"] else passes
-            trained, shard, width = (
-                states[f"{kind} trained_gathered"],
-                states[f"{kind} trained_padded"],
-                self.compute_bytes,
-            )
+        def unit(kind: str, passes: PassBytes = NO_PASSES, experts: Unit | None = None, split: bool = True) -> Unit:
+            split = split and flags["split_passes"]
+            passes = passes.split(self.rank.pending > 0, split_stages) if split else passes
+            rows = ("gathered", "trained_gathered", "trained_padded")
+            whole, trained, shard = (states[f"{kind} {row}"] for row in rows)
+            last = states.get(f"{kind} last", 0.0)
             coded = None if compressed is None else compressed.unit(states[f"{kind} compressed"], shard)
-            return Unit(states[f"{kind} gathered"] * width, trained * width, trained, shard, passes, experts, coded)
+            width = self.compute_bytes
+            return Unit(whole * width, trained * width, trained, shard, last, passes, experts, coded, split)
 
         apart = unit("experts") if "experts gathered" in states else None
         parts: list[tuple[Unit, Size]] = []
@@ -308,8 +309,13 @@ class LayoutGroup:
                 continue
             # the first of a stage (memory/recompute.py); with experts, dense blocks are the first
             recomputed = np.minimum(np.maximum(again - (dense if kind == "routed" else 0), 0), count)
-            one = unit(kind, modes[1], experts)
-            parts += [(chosen, recomputed), (one, count - recomputed)]
+            one, others = unit(kind, modes[1], experts), count - recomputed
+            parts.append((replace(chosen, split=False), recomputed))
+            if flags["split_passes"]:
+                here = np.minimum(beside, others)
+                parts.append((unit(kind, modes[1], experts, split=False), here))
+                beside, others = beside - here, others - here
+            parts.append((one, others))
             waits_more = (again - again_waiting) * (one.passes.kept - chosen.passes.kept)
         kinds = [(one, count) for one, count in parts if np.any(count > 0)]
         if np.any(layouts.offload == OFFLOADS.index("activations")):
@@ -326,7 +332,8 @@ class LayoutGroup:
         begin, end = passes.begin.on(self.begins), passes.end.on(self.ends)
         if self.job.model.is_encoder_decoder:  # the norm between them is where the first block of the decoder is
             joins = self.rank.counts.joins
-            back = np.maximum(begin.backward, passes.between_back * joins)
+            # a tied head's gradient is one of those of the table
+            back = np.maximum(begin.backward - head_grad * self.tied, passes.between_back * joins)
             begin = replace(begin, kept=begin.kept + passes.between * joins, backward=back)
             end = replace(end, later=end.later + passes.end.later * joins)
         end = end.split(self.rank.pending > 0, 1) if flags["split_passes"] else end

@@ -36,6 +36,8 @@ class Rank:
     """Backward passes of the first stage during which the loss of another microbatch waits."""
     splits: Size
     """Whether gradients of weights are computed separately."""
+    reduces_last: Size
+    """Whether gradients are reduced after the last pass, because the schedule computes some of them separately."""
 
     @property
     def steady(self) -> Size:
@@ -49,7 +51,8 @@ class Rank:
     @property
     def alone(self) -> Size:
         """Where no other microbatch is held in backward passes with all gradients: on the last of two ranks of zbv."""
-        return (self.layouts.pp == 2) & (self.at == 1) & (self.layouts.schedule == SCHEDULE_NAMES.index("zbv"))
+        last = (self.layouts.pp == 2) & (self.at == 1) & (self.layouts.schedule == SCHEDULE_NAMES.index("zbv"))
+        return last & (self.layouts.accumulation > self.in_flight)
 
     @property
     def neighbours(self) -> Size:
@@ -64,17 +67,18 @@ class Rank:
         return Rank(
             self.layouts.take(chosen), self.at[chosen], BlockCounts(*(c[chosen] for c in self.counts)),
             self.position[chosen], self.in_flight[chosen], self.pending[chosen], self.losses_wait[chosen],
-            self.splits[chosen],
+            self.splits[chosen], self.reduces_last[chosen],
         )  # fmt: skip
 
 
 def microbatches_by_schedule(layouts: Layouts, index: Size, *kinds: str) -> list[Size]:
     """Microbatches, each over all blocks of pipeline rank `index`, by kind: held at once (`in_flight`), of these with
     gradients of weights still to be computed (`pending`), or held before their backward pass (`awaiting_backward`);
-    and backward passes of the first stage during which a loss waits (`losses_wait`)."""
+    backward passes of the first stage during which a loss waits (`losses_wait`), and where some are split
+    (`splits_on`)."""
     first, position = distinct(layouts.schedule, layouts.pp, layouts.virtual_stages, layouts.accumulation, index)
     layouts, index = layouts.take(first), index[first]
-    out = [np.full(len(first), 0.0 if kind in ("pending", "losses_wait") else 1.0) for kind in kinds]
+    out = [np.full(len(first), 1.0 if kind in ("in_flight", "awaiting_backward") else 0.0) for kind in kinds]
     for code, name in enumerate(SCHEDULE_NAMES):
         some = np.flatnonzero((layouts.schedule == code) & (layouts.pp > 1))
         if len(some):

@@ -125,6 +125,8 @@ class Sizes:
     """Whether saved activations are stored in fp8."""
     exchanged: Size = 0.0
     """1 where cp is above 1: keys and values, or all heads, are exchanged in attention."""
+    one_chunk: Size = 0.0
+    """1 where each rank of a ring holds one chunk of the sequence, not a half from either end: all at once."""
     tile: Size = 0.0
     """Bytes of scores that attention has at once where no fused kernel computes it."""
     tiled: Size = 0.0

@@ -38,7 +38,7 @@ class BlockCounts(NamedTuple):
     again_waiting: Size
     """The same, each counted by the share of waiting microbatches that its stage holds."""
     at_once: Size
-    """1 where each of its stages has a recomputed block, and so makes all its gradients in one pass."""
+    """Those of stages with a recomputed block, which make all their gradients in one pass."""
     joins: Size
     """1 where they include the first block after the dense ones: the first of a decoder, or with experts."""
 
@@ -69,7 +69,7 @@ class StageBlocks:
 
     def _by_rank(self, pp: int, virtual: int, shape: bool, pairs: bool, again: int) -> Ranks:
         """BlockCounts of each rank of a pipeline that recomputes `again` blocks."""
-        whole = (self.layers, self.first_dense, again, again, again > 0, 1)
+        whole = (self.layers, self.first_dense, again, again, self.layers * (again > 0), 1)
         if pp == 1:
             return [whole]
         stages = pp * virtual
@@ -87,12 +87,11 @@ class StageBlocks:
             here = end * again // self.layers - first * again // self.layers
             waiting = _waiting(pp, virtual, shape, rank, stage)
             recomputed[rank] += here
-            at_once[rank] += here > 0
+            at_once[rank] += (end - first) * (here > 0)
             weighted[rank] += here * waiting
             waits[rank] += waiting
         counted = [min(blocks[r], virtual * weighted[r] / max(1, waits[r])) for r in range(pp)]
-        all_at_once = [count == virtual for count in at_once]
-        return list(zip(blocks, dense, recomputed, counted, all_at_once, joins, strict=True))
+        return list(zip(blocks, dense, recomputed, counted, at_once, joins, strict=True))
 
     def at(self, layouts: Layouts, index: Size) -> BlockCounts:
         """Blocks of pipeline rank `index`."""
@@ -125,17 +124,22 @@ class StageBlocks:
         entry = SCHEDULES[SCHEDULE_NAMES[schedule]]
         ranks = self._ranks(pp, virtual, entry.last_stage_on_first_rank, pairs, again)
         given = pp, virtual, np.arange(pp), count
-        one_pass = np.array([entry.splits_backward and (b > 0 if every else once) for b, *_, once, _ in ranks])
-        waits = entry.awaiting_backward or entry.in_flight
-        flight = np.minimum(np.where(one_pass, waits(*given), entry.in_flight(*given)), count) + np.zeros(pp)
-        pending = np.where(one_pass, 0.0, entry.pending(*given))
-        vee_shaped = entry.last_stage_on_first_rank
-        steady = vee_shaped & (count > flight * virtual - given[2] - 1)  # gradients are there while as many wait
+        held, waiting = entry.in_flight(*given), entry.pending(*given)
+        if entry.splits_backward:
+            one_pass = np.array([b > 0 if every else once == b for b, *_, once, _ in ranks])
+            waits = entry.awaiting_backward or entry.in_flight
+            held, waiting = np.where(one_pass, waits(*given), held), np.where(one_pass, 0.0, waiting)
+        flight = np.minimum(held, count) + np.zeros(pp)
+        pending = (waiting + np.zeros(pp)).tolist()
+        # gradients are there while as many wait
+        steady = (entry.last_stage_on_first_rank & (count > flight * virtual - given[2] - 1)).tolist()
+        flight = flight.tolist()
         rows = [(d, b - d, -a, flight[r], pending[r], steady[r]) for r, (b, d, _, a, *_) in enumerate(ranks)]
         kinds: dict[Any, list[int]] = {}
         for r in range(1, pp - 1):
             kinds.setdefault(rows[r][:3], []).append(r)
-        most = {max(same, key=lambda r: (rows[r][i], rows[r], -r)) for same in kinds.values() for i in (3, 4, 5)}
+        sought = [3, *(i for i in (4, 5) if any(row[i] for row in rows))]
+        most = {max(same, key=lambda r: (rows[r][i], rows[r], -r)) for same in kinds.values() for i in sought}
         rivals = [0, *most] if not copied else most
 
         def beaten(r: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -69,6 +69,8 @@ class UnitSizes:
 
     sums: Any
     """One row for each property below, one column for each layout."""
+    last: Size
+    """Elements of the last trained weight, gathered."""
     scratch: Size
     """Bytes of temporary tensors while the optimizer updates a weight, at most; after it, while its copy is made; and
     of the weight itself in a batch: [3, layouts]."""
@@ -93,26 +95,30 @@ class UnitSizes:
         return self.scratch[0] + np.minimum(self.batched, np.maximum(self.scratch[2], FP32_BYTES * UPDATED_ELEMENTS))
 
     def __add__(self, other: UnitSizes) -> UnitSizes:
-        return UnitSizes(self.sums + other.sums, np.maximum(self.scratch, other.scratch))
+        last = np.where(other.last > 0, other.last, self.last)
+        return UnitSizes(self.sums + other.sums, last, np.maximum(self.scratch, other.scratch))
 
     def times(self, count: Size) -> UnitSizes:
         """The sums of `count` such units."""
-        return UnitSizes(self.sums * count, self.scratch * (np.asarray(count) > 0))
+        some = np.asarray(count) > 0
+        return UnitSizes(self.sums * count, self.last * some, self.scratch * some)
 
     def take(self, chosen: Any) -> UnitSizes:
         """The same for some of the layouts."""
-        return UnitSizes(self.sums.take(chosen, axis=1), self.scratch.take(chosen, axis=1))
+        return UnitSizes(
+            self.sums.take(chosen, axis=1), self.last.take(chosen), self.scratch.take(chosen, axis=1)
+        )  # fmt: skip
 
     def without_states(self) -> UnitSizes:
         """The same for a copy of weights that the optimizer does not update."""
         sums = self.sums.copy()
         sums[[6, 10, 12]] = 0.0  # optimizer, trained_held, batched
-        return UnitSizes(sums, 0.0 * self.scratch)
+        return UnitSizes(sums, self.last, 0.0 * self.scratch)
 
     @classmethod
     def none(cls, layouts: int) -> UnitSizes:
         """Nothing, for a number of layouts."""
-        return cls(np.zeros((13, layouts)), np.zeros((3, layouts)))
+        return cls(np.zeros((13, layouts)), np.zeros(layouts), np.zeros((3, layouts)))
 
 
 def unit_sizes(
@@ -124,12 +130,15 @@ def unit_sizes(
     ways = np.where(sharded, layouts.dp_shard * layouts.cp, 1)
     rest = np.where(sharded, np.maximum(layouts.dp_shard * layouts.cp * layouts.tp // layouts.ep, 1), 1)
     under_sequence = unit_weights(job.model, True)
-    return {
+    sizes = {
         kind: _sizes(job, weights, under_sequence[kind], layouts, ways, rest, tp_rank, shard, rounds)
         if weights
         else UnitSizes.none(len(layouts))
         for kind, weights in unit_weights(job.model, False).items()
     }
+    if job.model.has_head_bias or job.model.is_encoder_decoder:  # the head's weight is not the last
+        sizes["head"] = replace(sizes["head"], last=np.zeros(len(layouts)))
+    return sizes
 
 
 def _sizes(
@@ -180,4 +189,5 @@ def _sizes(
     gradients.append(trained * FP32_BYTES * batched)
     sums = np.stack([whole, padded, held, gathered, *gradients]).sum(1)
     rounding = 2.0 * held * rounds * (layouts.dp_shard == 1)  # two tensors of integers
-    return UnitSizes(sums, FP32_BYTES * (trained * np.stack([scratch, rounding, batched])).max(1))
+    last = gathered[max((i for i, w in enumerate(weights) if w.trained), default=0)] * trained.max()
+    return UnitSizes(sums, last, FP32_BYTES * (trained * np.stack([scratch, rounding, batched])).max(1))

@@ -49,7 +49,7 @@ class StepTrace:
             delayed = np.maximum(rank.pending * stages - 1, 0) * (self.s.all_later + self.s.end.kept * (1 - loss_held))
         w.add(delayed, "activations")
         if not self.r.several:
-            self._pass(first=True, last=True)
+            self._pass(first=True, last=not self.r.reduces_last)
             return
         if self.r.steady:  # a later microbatch holds as much as the first, and the gradients
             w.add(self._accumulated(), "gradients")
@@ -60,19 +60,35 @@ class StepTrace:
             self._pass(first=True, last=False)
         self.loss_waits = rank.losses_wait > 1
         if pipelined:
-            fewer = 0.0 * waiting if self.r.steady else ~alone * np.minimum(waiting, 1.0 / stages)
+            # where gradients of weights come later, those of others wait for them
+            held_alone = 0.0 * waiting if self.r.split_passes else waiting
+            fewer = 0.0 * waiting if self.r.steady else np.where(alone, held_alone, np.minimum(waiting, 1.0 / stages))
             w.free(fewer * kept, "activations")
             if self.r.split_passes:
                 w.add(alone * self.s.all_later, "activations")
                 delayed = delayed + alone * self.s.all_later
             w.add(sent * (rank.layouts.accumulation - in_flight), "communication")
-            self._pass(first=False, last=False, finished=alone * (waiting * kept + delayed))
+            self._pass(first=False, last=False, finished=alone * ((waiting - fewer) * kept + delayed))
             w.free((waiting - fewer) * kept, "activations")
             w.free(delayed, "activations")
             w.add(sent * (in_flight - 1), "communication")
-            if not self.r.whole_gradients:
+            if not self.r.whole_gradients or self.r.reduces_last:
                 return
         self._pass(first=False, last=True)
+
+    def reduce_last(self, live: dict[str, Size]) -> None:
+        """After all passes, when `live` bytes and those of weights and gradients are left: each unit frees its weights
+        and reduces its gradients."""
+        units = [(part, count) for unit, count in ((self.s.root, 1.0), *self.s.blocks) for part in unit.parts]
+        gathered = sum(unit.gathered * count for unit, count in units)
+        whole = sum(unit.elements * count for unit, count in units) * FP32_BYTES
+        self.w.restart(live | {"parameters": live["parameters"] + gathered, "gradients": whole})
+        self.reducing = 0.0
+        for unit, count in units:
+            self.w.repeat(count, partial(self._reduce_whole, unit))
+
+    def _reduce_whole(self, unit: Unit, final: Size) -> None:
+        self._reduce(unit, unit.elements * FP32_BYTES, frees_weights=True)
 
     def _accumulated(self) -> Size:
         """Bytes of gradients after the first microbatch, beyond those of the replicas' buckets."""
@@ -100,7 +116,8 @@ class StepTrace:
         self._backward(first, last)
         if self.r.split_passes:
             for unit, count in reversed(self.s.blocks):
-                self.w.repeat(count, partial(self._weight_pass, unit, first, last))
+                if unit.split:
+                    self.w.repeat(count, partial(self._weight_pass, unit, first, last))
             self.w.free(self.s.end.kept + self.s.end.later, "activations")
         self.w.add(finished, "activations")
         self._finish(first, last)
@@ -192,7 +209,7 @@ class StepTrace:
             following = unit.parts[1].gathered if more else unit.gathered * (1 - final * lowest)
             w.change(part.gathered - self.ahead + following, "communication")
             self.ahead = w.chosen(following, self.ahead)
-        if self.r.split_passes:
+        if unit.split:
             w.flash(unit.passes.input_pass)
             w.add(unit.passes.later, "activations")
         else:
@@ -225,9 +242,6 @@ class StepTrace:
         if r.sharded and last:
             w.free(self.reducing, "communication")
             self.reducing = 0.0
-            if not r.gathers_again:
-                everything = sum(unit.all_gathered * count for unit, count in s.blocks) + s.root.gathered
-                w.free(everything, r.weights)
 
     def _keep(self, made: Size, first: bool) -> None:
         """Gradients of an unsharded unit were made: they stay, or are added to those that exist."""
@@ -236,7 +250,7 @@ class StepTrace:
 
     def _unit_gradients(self, unit: Unit, first: bool, last: bool, made: bool = False) -> None:
         w, r = self.w, self.r
-        full, shard = unit.elements * FP32_BYTES, unit.shard * FP32_BYTES
+        full = unit.elements * FP32_BYTES
         if not r.sharded:
             size = unit.gradient - (self.s.head_grad - self.s.tied_grad if made else 0.0)
             w.change(size, "gradients")
@@ -250,29 +264,31 @@ class StepTrace:
             if first:
                 w.add(full, "gradients")
             if last:
-                self._reduce(full, shard, unit, freed=full)
+                self._reduce(unit, full, frees_weights=True)
             return
         if not made:
             w.add(unit.gradient, "gradients")
         if r.whole_gradients:
             if last:
-                self._reduce(full, shard, unit, freed=unit.gradient + (0.0 if first else full))
+                self._reduce(unit, unit.gradient + (0.0 if first else full), frees_weights=True)
                 return
             if first:
                 w.add(full, "gradients")
             w.free(unit.gradient, "gradients")
             return
-        if r.gathers_again:
-            w.free(unit.gathered, "communication")
-        self._reduce(full, shard, unit, freed=unit.gradient, fresh=first)
+        self._reduce(unit, unit.gradient, frees_weights=r.gathers_again or last, fresh=first)
 
-    def _reduce(self, full: Size, shard: Size, unit: Unit, freed: Size, fresh: bool = True) -> None:
-        """Reduce-scatter a unit's gradients: copied to a buffer, then added to the shard's."""
-        w = self.w
+    def _reduce(self, unit: Unit, freed: Size, frees_weights: bool, fresh: bool = True) -> None:
+        """Reduce-scatter a unit's gradients, of `freed` bytes: copied to a buffer, then added to the shard's."""
+        w, full, shard = self.w, unit.elements * FP32_BYTES, unit.shard * FP32_BYTES
+        if frees_weights:
+            w.free(unit.gathered, self.r.weights)
         w.free(self.reducing, "communication")
         self.reducing = w.chosen(full, self.reducing)
         w.add(full, "communication")
-        w.free(freed, "gradients")
+        whole = self.r.whole_gradients and self.r.several
+        held = unit.last * (FP32_BYTES if whole else self.r.compute_bytes)
+        w.free(freed - held, "gradients")
         copied = 1.0 if self.r.copies_reduced else unit.shard == unit.elements
         encoded: Size = 0.0
         if unit.compressed is not None:  # what is not sent is held beside that of the last step
@@ -280,6 +296,7 @@ class StepTrace:
             kept = unit.compressed.residual if self.r.whole_gradients else unit.compressed.kept
             w.add(kept * fresh, "communication")
         w.flash((full + shard) * copied + encoded, "communication")
+        w.free(held, "gradients")
         if fresh:
             w.add(shard, "gradients")
         else:

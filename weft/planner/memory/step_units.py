@@ -21,11 +21,15 @@ class Unit:
     """Elements of the weights that are trained, before sharding, with padding."""
     shard: Size
     """Elements of this rank's shard of them, with padding."""
+    last: Size
+    """Elements of the last of them, whose gradient FSDP2 holds until the unit is reduced."""
     passes: PassBytes
     experts: Unit | None = None
     """Experts that are gathered as a unit of their own."""
     compressed: CompressedBytes | None = None
     """Where gradients are compressed."""
+    split: bool = False
+    """Whether its gradients of weights are computed separately."""
 
     @property
     def parts(self) -> tuple[Unit, ...]:
@@ -85,6 +89,8 @@ class Regime:
     """0: nothing is sharded; 1 also where the schedule splits the backward pass, under every stage."""
     split_passes: bool
     """Gradients of weights are computed separately."""
+    reduces_last: bool
+    """Gradients are reduced after all passes, not in them."""
     buckets: bool
     """Gradients of replicas are in buckets from the start."""
     several: bool

@@ -9,7 +9,14 @@ import numpy as np
 
 from weft.job.schema import Job, Model
 from weft.planner.engine_constants import ALIGNED_BYTES, FP8_ALIGNMENT, FP8_LOGITS_CHUNKS, LOGITS_BYTES
-from weft.planner.memory.block_trace import BlockBytes, block_bytes, coded_pass, selective_kept, with_split_pass
+from weft.planner.memory.block_trace import (
+    BlockBytes,
+    attention_bytes,
+    block_bytes,
+    coded_pass,
+    selective_kept,
+    with_split_pass,
+)
 from weft.planner.memory.expert_trace import Mixture
 from weft.planner.memory.head_trace import head_bytes
 from weft.planner.memory.live_bytes import (
@@ -132,15 +139,15 @@ def _sample_bytes(job: Job) -> float:
     return 8.0 + seq * (8 + 8 + 1 + (16 if job.data.separates_documents else 0))
 
 
-def _tile(memory: PassTables, layouts: Layouts) -> tuple[Size, Size]:
-    """Bytes of scores at once on a CPU, in attention that needs the log-sum-exp: with sinks, or over cp; and 1 where
-    they are not all."""
+def _tile(memory: PassTables, layouts: Layouts, long: bool) -> tuple[Size, Size]:
+    """Bytes of scores at once on a CPU, in attention that needs the log-sum-exp: with sinks, over cp or in chunks; and
+    1 where they are not all."""
     m, seq, plan = memory.job.model, memory.job.data.seq_len, memory.plan
     cut = layouts.cp * (2 if plan.zigzag else 1) * (layouts.cp > 1)
     keys = seq / np.maximum(cut, 1) if plan.cp_style != "ulysses" else seq + 0.0 * cut
     scores = layouts.microbatch * (m.heads or 0) / layouts.tp * keys * keys
     scores = scores / (layouts.cp if plan.cp_style == "ulysses" else 1)
-    tiled = (layouts.cp > 1) & (not m.is_encoder_decoder)
+    tiled = ((layouts.cp > 1) & (not m.is_encoder_decoder)) | long
     used = (memory.device == "cpu") & ((bool(m.sinks) and _window_share(m) < 1) | tiled)
     return used * FP32_BYTES * np.minimum(scores, MAX_SCORES), (scores > MAX_SCORES) * 1.0
 
@@ -150,14 +157,15 @@ def _sizes(memory: PassTables, layouts: Layouts, flags: dict[str, Any]) -> Sizes
     m, tp = job.model, layouts.tp
     tokens = layouts.microbatch * job.data.seq_len / layouts.cp
     head_dim, kv = m.head_dim or 0, m.kv_heads or 0
-    tile, tiled = _tile(memory, layouts)
+    tile, tiled = _tile(memory, layouts, flags["long"])
     whole = memory.device == "cpu" and plan.cp_style == "ulysses"  # heads are exchanged before the scores are made
     return Sizes(
         rows=tokens / tp if flags["sequence"] else tokens, tokens=tokens, dim=m.dim or 0,
         heads=(m.heads or 0) * head_dim / tp, kv=np.maximum(kv / tp, min(1, kv)) * head_dim, scores=(m.heads or 0) / tp,
         ffn=(m.ffn or 0) / tp, c=FP32_BYTES if flags["fp32"] else 2, tp=flags["tp"], sequence=flags["sequence"],
         retain=flags["retain"], fused=plan.device == "cuda", coded=plan.activations == "fp8",
-        exchanged=(layouts.cp > 1) * (0.0 if whole else 1.0), tile=tile, tiled=tiled,
+        exchanged=(layouts.cp > 1) * (0.0 if whole else 1.0), one_chunk=0.0 if plan.zigzag else 1.0,
+        tile=tile, tiled=tiled,
         gathered=layouts.cp / plan.cp_group if m.is_encoder_decoder else 1.0,
     )  # fmt: skip
 
@@ -213,7 +221,8 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
         end = replace(end, kept=end.kept + z.rows * z.dim * (z.c - CODED_BYTES))
     begin = _embedding(m, z, layouts)
     if m.is_encoder_decoder:
-        begin = PassBytes(2 * begin.kept, 2 * begin.forward, begin.backward)
+        # source and target have a gradient of the table each, which are added
+        begin = PassBytes(2 * begin.kept, 2 * begin.forward, 3 * begin.backward)
     traced = not (flags["long"] or flags["compiled"])
     dense = with_split_pass(dense, m, z, None, traced and routed is None)
     if routed is not None:
@@ -275,7 +284,7 @@ def _chunked_block(z: Sizes) -> BlockBytes:
     block, a norm's output and attention's tensors, each with its gradient."""
     kept = (z.rows * z.dim + z.tokens * z.heads) * z.c
     working = z.tokens * z.c * (4 * z.heads + 4 * z.kv) + 5 * z.rows * z.dim * z.c
-    one = PassBytes(kept, working, working)
+    one = PassBytes(kept, working + attention_bytes(z, 1, 2, 0.0), working + attention_bytes(z, 3, 4, 0.0))
     one = coded_pass(one, z, kept) if z.coded else one
     return BlockBytes(one, one, one)
 

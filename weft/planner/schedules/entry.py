@@ -62,6 +62,9 @@ class ScheduleEntry:
     """Stages per rank that the search tries; empty: it is used only when the job names it."""
     splits_backward: bool = False
     """Computes the gradient of a stage's input first and that of its weights later."""
+    splits_on: Callable[[Size, Size, Size, Size], Size] = lambda ranks, stages, rank, microbatches: 1.0
+    """1 on the ranks that compute some gradients of weights later, for the same arguments; there all gradients are
+    reduced after the last pass."""
     last_stage_on_first_rank: bool = False
     """Stages go down the ranks and back up in a V, so the first rank holds the head as well as the embedding."""
     stands_for: dict[int, str] = field(default_factory=dict, hash=False)

@@ -36,4 +36,5 @@ SCHEDULE = ScheduleEntry(
     allowed_stages=(1,),
     searched_stages=(1,),
     splits_backward=True,
+    splits_on=lambda ranks, stages, rank, count: rank > 0,
 )

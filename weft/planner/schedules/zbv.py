@@ -96,14 +96,20 @@ def _bubble(shares: Shares, ranks: Size, microbatches: Size) -> Size:
     return np.where(microbatches > ranks, many, few)
 
 
+def _pending(ranks: Size, stages: Size, rank: Size, count: Size) -> Size:
+    """With few microbatches no gradient of weights makes room for another forward pass: all of them wait."""
+    place = rank / np.maximum(ranks - 1, 1)
+    return np.where(count > ranks, 1 + (ranks - 2) * (0.4 + 0.35 * place), (count + 1 + place * (count - 1)) / 2)
+
+
 SCHEDULE = ScheduleEntry(
     name="zbv",
     description="two stages per rank in a V, weight gradients in the bubble",
     build=build,
     bubble=_bubble,
     in_flight=lambda ranks, stages, rank, count: ranks,
-    pending=lambda ranks, stages, rank, count: 1 + (ranks - 2) * (0.4 + 0.35 * rank / (ranks - 1 + (ranks == 1))),
-    awaiting_backward=lambda ranks, stages, rank, count: np.minimum(ranks - 0.5, (count + rank + 1) / 2),
+    pending=_pending,
+    awaiting_backward=lambda ranks, stages, rank, count: np.minimum(ranks, (count + rank + 1) / 2),
     losses_wait=lambda ranks, stages, rank, count: np.maximum(
         0, np.minimum(count - ranks, np.where(ranks < 5, 1, count))
     ),

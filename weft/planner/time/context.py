@@ -68,33 +68,28 @@ def attentions(model: Model, first: int, end: int) -> int:
 
 
 def context_bytes(
-    model: Model, plan: Plan, tokens: int, compute: int, group: int | None = None, count: int | None = None,
-    whole: bool = False,
-) -> dict[str, float]:  # fmt: skip
-    """Bytes one rank sends along cp in a step, by collective, for `tokens` sequences × padded tokens of the step; with
-    `whole`, an all-to-all's with what a rank keeps of its own.
-
-    The ring's depend on the group: the chunk at the end is needed by the groups before alone. Without one, the mean,
-    and without a `count` of attentions the mean of all stages.
+    model: Model, plan: Plan, tokens: int, compute: int, group: int, count: int, again: int, whole: bool = False
+) -> dict[str, float]:
+    """Bytes one rank sends along cp in a step, by collective, for `tokens` sequences × padded tokens of the step and a
+    `count` of attentions, of which `again` are in recomputed blocks; with `whole`, an all-to-all's with what a rank
+    keeps of its own. The ring's depend on the group: the chunk at the end is needed by the groups before alone.
     """
     ring, ulysses = plan.rings
-    d, layers = model.head_dim or 0, attentions(model, 0, model.layers or 0) / plan.pp if count is None else count
+    d = model.head_dim or 0
     heads, kv = (model.heads or 0) // plan.tp, max(1, (model.kv_heads or 0) // plan.tp)
-    # the forward pass once more in the backward pass
-    passes = 1 if plan.long else 1 + plan.recomputed(0, model.layers or 1, model.layers or 1) / (model.layers or 1)
+    forward = count + (0 if plan.long else again)  # chunked blocks keep what attention gives
     out: dict[str, float] = {}
     held = max(kv, ulysses)  # copies of key heads where there are fewer than ranks
     if ring > 1 and not model.is_encoder_decoder:
         chunk = 2 * tokens / ring / (2 if plan.zigzag else 1) * (held // ulysses) * d * compute
-        last = (ring - 1) / 2 if group is None else group
-        on = ring - 1 + (last if plan.zigzag else 0)
+        on = ring - 1 + (group if plan.zigzag else 0)
         back = 3 * (ring - 1) if plan.zigzag else 2 * (ring - 1)
-        out["send"] = layers * chunk * (passes * on + back)
+        out["send"] = chunk * (forward * on + count * back)
     if ulysses > 1:
         row = tokens / plan.cp * d * compute * (1 if whole else (ulysses - 1) / ulysses)
-        extra = 2 * heads + 2 * held if plan.long else 0  # q, k, v and the output once more
-        out["all_to_all"] = layers * row * ((passes + 1) * 2 * (heads + held) + extra)
+        extra = count * 2 * (heads + held) if plan.long else 0  # q, k, v and the output once more
+        out["all_to_all"] = row * ((forward + count) * 2 * (heads + held) + extra)
     if ring > 1 and model.is_encoder_decoder:  # keys and values go to all groups, and their gradients come back
         keys = tokens * 2 * (held // ulysses) * d * compute * (1 if whole else (ring - 1) / ring)
-        out["all_to_all"] = out.get("all_to_all", 0.0) + layers * keys * (passes + 1)
+        out["all_to_all"] = out.get("all_to_all", 0.0) + keys * (forward + count)
     return out

@@ -16,7 +16,6 @@ from weft.job.compression import parse_compression
 from weft.job.optim import OPTIMIZERS, WeightShard
 from weft.job.schema import Job, Model
 from weft.planner.engine_constants import GRADIENT_ALIGNMENT
-from weft.planner.model.counts import count_parameters
 from weft.planner.model.parameters import (
     ParamShard,
     coords_of,
@@ -98,10 +97,12 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
     if plan.cp > 1:
         seen = plan.microbatch * plan.accumulation * job.data.seq_len
         group, (ring, _) = coords["cp"] // plan.cp_group, plan.rings
-        count = sum(attentions(job.model, *stage_range(job.model, plan, stage)[:2]) for stage in stages)
-        sent = context_bytes(job.model, plan, seen, plan.compute_bytes, group, count, whole=True)
+        spans = [stage_range(job.model, plan, stage)[:2] for stage in stages]
+        count = sum(attentions(job.model, first, end) for first, end in spans)
+        again = sum(attentions(job.model, first, _runs_again(job.model, plan, first, end)) for first, end in spans)
+        sent = context_bytes(job.model, plan, seen, plan.compute_bytes, group, count, again, whole=True)
         # the other end of the sequence receives as much as this one sends
-        other = context_bytes(job.model, plan, seen, plan.compute_bytes, ring - 1 - group, count)
+        other = context_bytes(job.model, plan, seen, plan.compute_bytes, ring - 1 - group, count, again)
         sent |= {"recv": other["send"]} if "send" in other else {}
         for kind, amount in sent.items():
             out["cp"][kind] += round(amount)
@@ -137,10 +138,15 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
     enters, leaves, _ = _regions(model, first, end)
     # the source and the target of an encoder and a decoder are embedded
     both = leaves + enters + ends + (0 if model.is_classifier else (1 + model.is_encoder_decoder) * begins)
-    some = first + plan.recomputed(first, end, model.layers or 1)
+    some = _runs_again(model, plan, first, end)
     enters_again, leaves_again, dense = _regions(model, first, some)
-    # a block that runs again stops at the last matrix, whose input is all that is missing
-    leaves_again -= dense if model.ends_with_product else 0
+    projected = attentions(model, first, some)
+    if plan.long:  # queries, keys and values once for attention's backward pass, and once for their own
+        enters_again, leaves_again, projected = 3 * (end - first), 2 * (end - first), 2 * (end - first)
+    elif (
+        model.ends_with_product
+    ):  # a block that runs again stops at the last matrix, whose input is all that is missing
+        leaves_again -= dense
     if plan.sequence:
         tp["all_gather"] += times * one * (both + enters_again)
         tp["reduce_scatter"] += times * one * (both + leaves_again)
@@ -148,7 +154,7 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
         tp["all_reduce"] += times * one * (both + leaves_again)
     if plan.tp > (model.kv_heads or 0):  # keys and values of which each rank computes a part of a head
         kv = 2 * times * one // (model.dim or 1) * (model.kv_heads or 0) * (model.head_dim or 0)
-        tp["all_gather"] += kv * (attentions(model, first, end) + attentions(model, first, some))
+        tp["all_gather"] += kv * (attentions(model, first, end) + projected)
         tp["reduce_scatter"] += kv * attentions(model, first, end)
     if begins and model.lora is not None:  # what a frozen embedding gives has no gradient
         for kind in ("all_gather", "reduce_scatter") if plan.sequence else ("all_reduce",):
@@ -156,6 +162,11 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
     if ends:  # for each target: the largest logit, and three sums over the vocabulary
         targets = plan.microbatch * (1 if model.labels_samples else job.data.seq_len // plan.cp)
         tp["all_reduce"] += times * targets * 4 * FP32_BYTES
+
+
+def _runs_again(model: Model, plan: Plan, first: int, end: int) -> int:
+    """The end of those blocks of a stage that are recomputed, which are its first."""
+    return first + plan.recomputed(first, end, model.layers or 1)
 
 
 def _regions(model: Model, first: int, end: int) -> tuple[int, int, int]:
@@ -245,9 +256,6 @@ def communication_bytes(job: Job, plan: Plan, last: bool = False) -> dict[str, f
     else:
         wanted = parse_compression(plan.compression)
         ranges = age_ranges(wanted, job.train.steps, plan.compression_warmup, plan.dp_replicate * max(1, plan.cp_cut))
-    exact = inner.cp == 1 and not inner.long and inner.recompute in ("none", "full") and inner.precision != "fp8"
-    if not exact:
-        return _approximate(job, inner) | exchange_bytes(job, plan)
     rank = inner.world // inner.pp * (inner.pp // 2)
     out: dict[str, float] = defaultdict(float)
     for share, at in ranges:
@@ -269,38 +277,4 @@ def axis_bytes(job: Job, plan: Plan) -> dict[str, float]:
     for group, bytes_ in communication_bytes(job, plan).items():
         axis = AXIS_OF.get(group, group)
         out[axis] = out.get(axis, 0.0) + bytes_
-    return out
-
-
-def _approximate(job: Job, plan: Plan) -> dict[str, float]:
-    """Bytes by axis of layouts whose collectives are not counted one by one: cp, chunks, partial recompute, fp8."""
-    counts = count_parameters(job.model)
-    if counts is None:
-        return {}
-    parameters = counts.total / plan.tp / plan.pp
-    compute = plan.compute_bytes
-    out: dict[str, float] = {}
-    if plan.cp > 1:
-        share = plan.microbatch * plan.accumulation * job.data.seq_len
-        out["cp"] = sum(context_bytes(job.model, plan, share, compute).values())
-        if plan.dp_shard == 1:
-            group = "dp_replicate_cp" if plan.dp_replicate > 1 else "cp"
-            out[group] = out.get(group, 0.0) + FP32_BYTES * parameters
-    if plan.dp_shard > 1:
-        gathers = {1: 1, 2: 1, 3: 2 * plan.accumulation}[plan.zero]
-        scatters = 1 if plan.zero == 1 else plan.accumulation
-        out["dp_shard"] = parameters * (gathers * compute + scatters * FP32_BYTES)
-    if plan.dp_replicate > 1 and (plan.dp_shard > 1 or plan.cp == 1):
-        out["dp_replicate"] = FP32_BYTES * parameters / (plan.dp_shard * plan.cp)
-    if plan.tp > 1 and not job.model.is_stack:
-        tokens = plan.microbatch * plan.accumulation * job.data.seq_len / plan.cp
-        layers = job.model.layers or 1
-        times = 8 + 4 * plan.recomputed(0, layers, layers) / layers  # two gathers and two sums a block, in each pass
-        cross = 0.75 * (attentions(job.model, 0, layers) - layers)  # entered with both streams, and left
-        out["tp"] = times * (layers + cross) / plan.pp * tokens * (job.model.dim or 0) * compute
-    if plan.pp > 1:
-        width = 1 if job.model.is_stack else job.data.seq_len / plan.cp / (plan.tp if plan.sequence else 1)
-        width *= 2 if job.model.is_encoder_decoder else 1
-        sent = plan.microbatch * plan.accumulation * width * (job.model.dim or 0) * compute
-        out["pp"] = 2 * plan.virtual_stages * sent  # activations forward, gradients back
     return out
