@@ -1,24 +1,25 @@
 """Peak memory and step time of random jobs on one GPU, predicted and measured; each job in its own process.
 
-    python bench/gpu_random.py --jobs 24 --seed 3 [--seconds 560]
+    python bench/gpu_random.py --jobs 24 --seed 3 [--seconds 560] [--at-once 4] [--json rows.json]
 
 Families, widths, vocabularies, lengths, precisions, optimizers, recompute and accumulation are drawn. Measured as in
-gpu_memory.py. Jobs that the rules refuse are drawn again.
+gpu_memory.py; with --at-once others are compiled meanwhile, and steps are measured one job at a time. Jobs that the
+rules refuse are drawn again.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import random
-import statistics
-import subprocess
-import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from gpu_memory import line, measure
+from gpu_memory import report, run
 
+MOST_FAILURES = 6
+"""Jobs that may fail before no more are started."""
 FAMILIES = ("llama", "llama", "llama", "gpt2", "moe", "moe", "vit", "bert", "t5")
 VOCABULARIES = (8192, 32000, 50257, 128256, 151936)
 PRECISIONS = ("bf16", "bf16", "bf16", "bf16", "fp8", "fp8", "fp16", "fp32")
@@ -87,34 +88,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no job after so many")
     parser.add_argument("--gib", type=float, default=110, help="the largest predicted memory")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--at-once", type=int, default=1)
+    parser.add_argument("--json", help="a file for the rows")
     args = parser.parse_args()
-    if args.one:
-        from weft.job import parse_job
-
-        print(json.dumps(measure(parse_job(json.loads(args.one)), args.steps)))
-        return
-    rng, began, failures = random.Random(args.seed), time.monotonic(), 0
+    rng, began = random.Random(args.seed), time.monotonic()
     rows: list[dict[str, Any]] = []
-    while len(rows) < args.jobs and failures < 6 and time.monotonic() - began < args.seconds:
-        raw = draw(rng)
-        if not acceptable(raw, args.gib):
-            continue
-        said = {key: raw[key] for key in ("model", "data", "precision", "train", "optim", "memory")}
-        command = [sys.executable, __file__, "--one", json.dumps(raw), "--steps", str(args.steps)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            print(f"failed: {said} {done.stderr.strip().splitlines()[-3:]}", flush=True)
-            failures += 1
-            continue
-        rows.append(json.loads(done.stdout.strip().splitlines()[-1]))
-        print(f"{line(rows[-1])}   {said}", flush=True)
-    for name, unit in ("memory", "gib"), ("step time", "s"):
-        pairs = [(row[f"predicted_{unit}"], row.get(f"measured_{unit}")) for row in rows]
-        errors = [abs(predicted / measured - 1) for predicted, measured in pairs if predicted and measured]
-        if errors:
-            print(f"{name}: {len(errors)} jobs, median {statistics.median(errors):.1%}, worst {max(errors):.1%}")
-    print(f"said to fit, and did not: {sum(row['says_fits'] and not row['fits'] for row in rows)}")
+
+    def add_row(raw: dict[str, Any]) -> None:
+        failures = sum(not row for row in rows)
+        if failures < MOST_FAILURES and time.monotonic() - began < args.seconds:
+            rows.append(run(raw, args.steps))
+
+    drawn = (draw(rng) for _ in itertools.count())
+    jobs = itertools.islice((raw for raw in drawn if acceptable(raw, args.gib)), args.jobs)
+    with ThreadPoolExecutor(args.at_once) as pool:
+        list(pool.map(add_row, jobs))
+    report([row for row in rows if row], args.json)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measurements of `weft calibrate`, which estimates interpolate."""
+"""Measurements of `weft calibrate`, which calibrate estimates."""
 
 from __future__ import annotations
 

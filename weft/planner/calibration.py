@@ -51,6 +51,10 @@ class Calibration:
     """The same for its backward pass, over the forward pass."""
     host_moe_us: float = 60.0
     """What each expert on a rank adds to that: routing, sorting, small products."""
+    host_fp8: float = 1.0
+    """The same where the block multiplies in fp8, over bf16: casts and scales."""
+    host_adapters: float = 1.0
+    """The same where the block's weights are frozen and have adapters."""
     host_blend: float = 4.0
     """How well host and device overlap: 1 adds their times, a large number takes the longer one."""
     score_batch: float = 0.0
@@ -81,6 +85,9 @@ class Calibration:
     """Share of each axis' communication that hides behind computing, where there is computing to hide behind."""
     optimizer: float = 1.3
     """Bytes the optimizer moves, over one pass of its state."""
+    sum_bytes: float = 0.0
+    """Bytes moved for each weight when a microbatch's gradients are added to those before, where it is a pass of its
+    own."""
     jitter: float = 0.01
     """Share of a step that each doubling of nodes adds, waiting for the slowest."""
     profile: tuple[tuple[float, float, float, float], ...] = ()

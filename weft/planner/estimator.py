@@ -18,11 +18,11 @@ from weft.planner.memory.framework_memory import framework_memory, stage_memory
 from weft.planner.memory.tiers import coded_states, fetched_weights, moved_per_parameter
 from weft.planner.model.cluster_facts import ClusterFacts, cluster_facts
 from weft.planner.model.counts import count_parameters
+from weft.planner.model.fp8 import fp8_speed
 from weft.planner.model.model_facts import ModelFacts, model_facts
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts
-from weft.planner.time.measured_device import step_seconds
 from weft.planner.time.step import Estimates, estimate
 from weft.planner.time.streaming import CODED_IN_KERNEL_NS, CODED_STATE_NS, Links, streamed_step_s
 
@@ -78,7 +78,7 @@ class Estimator:
         made = self._times(layouts, memory)
         if self.engine is None:
             return made
-        return self._streamed(layouts, self._measured(layouts, self._synchronised(layouts, made, memory)))
+        return self._streamed(layouts, self._synchronised(layouts, made, memory))
 
     def _streamed(self, layouts: Layouts, made: Estimates) -> Estimates:
         """With states or weights outside of the device: as much longer as their copies are not hidden."""
@@ -123,23 +123,12 @@ class Estimator:
         spread = alone.step_time_s + np.maximum(0.0, made.step_time_s - alone.step_time_s) / plan.sync_every
         return made.scaled(spread / made.step_time_s)
 
-    def _measured(self, layouts: Layouts, made: Estimates) -> Estimates:
-        """Step times of one device from its own measurements, where `weft calibrate` has made them."""
-        assert self.engine is not None
-        job, plan = self.engine.job, self.engine.plan
-        measured = load_measured(plan.device_name) if np.all(layouts.world == 1) else None
-        if measured is None:
-            return made
-        found = [step_seconds(job, layouts.plan(i, plan), measured) for i in range(len(layouts))]
-        factor = [1.0 if own is None else own / made.step_time_s[i] for i, own in enumerate(found)]
-        return made.scaled(np.array(factor))
-
 
 def make_estimator(
     job: Job, plan: Plan, world: int, device: Device, memory_gib: float, calibration: Calibration | None = None
 ) -> Estimator:
     """The estimator of a resolved job. `plan` has the settings that a search does not choose."""
-    calibration = calibration or own_calibration(device)
+    calibration = calibration or own_calibration(device).with_(low_precision=fp8_speed(job))
     if job.memory.budget_gib:
         memory_gib = min(memory_gib, job.memory.budget_gib / calibration.usable)
     cluster = cluster_facts(job, world, device, memory_gib)

@@ -18,7 +18,7 @@ from weft.planner.job_estimate import estimate_job
 from weft.planner.plan import Plan
 
 SPEED_FIELDS = ("matmul", "attention", "link", "network")
-COST_FIELDS = ("traffic", "host_us", "host_moe_us", "step_ms", "latency", "optimizer")
+COST_FIELDS = ("traffic", "host_us", "host_moe_us", "step_ms", "latency", "optimizer", "sum_bytes")
 """Calibration values that the step time falls and rises with; scaled together, the whole step scales by a factor."""
 
 

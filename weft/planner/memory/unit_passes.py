@@ -203,6 +203,8 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
         routed = block_bytes(m, replace(z, cross=True))
         hidden = 2 * hidden
         between = norm_bytes(m, z)
+        if plan.device == "cuda" and not flags["fp32"]:  # kernels keep the table of each sample
+            dense, routed = _masked(dense, layouts.microbatch * table), _masked(routed, layouts.microbatch * table)
     rotary = float(FP32_BYTES * seq * (m.head_dim or 0)) * (layouts.microbatch if job.data.separates_documents else 1)
     per_microbatch = (rotary if m.positions == "rope" else 8.0 * seq) + 0.0 * z.tokens
     masks = layouts.microbatch * float(seq) * seq * job.data.separates_documents

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from math import prod
 from typing import Any
 
 import numpy as np
 
+from weft.job.optim import OPTIMIZERS, WeightShard
 from weft.job.schema import Job, Model
 from weft.job.shapes import resolve
 from weft.planner.model.counts import count_trained
 from weft.planner.model.fp8 import fp8_head_blocks
+from weft.planner.model.weight_table import weights_of
 
 Size = Any
 """A number, or an array of them."""
@@ -84,6 +87,10 @@ class ModelFacts:
     """1 where adapters scale the output of every product, which is then kept (LLaMA-Adapter V2)."""
     coded: Size = 0
     """1 where saved activations are stored in fp8."""
+    attended: Size = 1.0
+    """Scores that are computed with sliding windows, over those of causal attention."""
+    update_flops: Size = 0.0
+    """FLOPs of the optimizer's matrix products in a step."""
     in_flight: Size = 1.0
     """Microbatches that a pipeline holds, over those of its schedule's entry: 2 for ZB-2p."""
 
@@ -242,7 +249,23 @@ def model_facts(job: Job) -> ModelFacts:
         head_share=1 / job.data.seq_len if model.labels_samples else 1.0, **_encoder_ends(model),
         head_low=fp8_head_blocks(job), frozen=int(model.lora is not None),
         adapters=count_trained(model) if model.lora is not None else 0, **extra, **_latent(model),
+        attended=_attended(model, job.data.seq_len), update_flops=_update_flops(model, job.optim.name),
     )  # fmt: skip
+
+
+def _attended(model: Model, seq_len: int) -> float:
+    """Mean over the blocks of attention over that without windows: a window is a mask, with which all scores are
+    computed instead of the causal half."""
+    layers = model.layers or 1
+    shorter = model.window is not None and model.window < seq_len
+    return 1 + shorter * sum(model.has_window(i) for i in range(layers)) / layers
+
+
+def _update_flops(model: Model, name: str) -> float:
+    """FLOPs of the products in one update of all weights that are trained."""
+    found = (w for w in weights_of(model, False, 0, model.layers or 0, True, True) if w.trained)
+    shards = (WeightShard(w.shape, prod(w.shape), w.in_block) for w in found)
+    return sum(OPTIMIZERS[name].of(shard).flops(shard) for shard in shards)
 
 
 def _encoder_ends(model: Model) -> dict[str, float]:

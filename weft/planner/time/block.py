@@ -9,7 +9,7 @@ import numpy as np
 from weft.planner.calibration import Calibration
 from weft.planner.model.cluster_facts import ClusterFacts
 from weft.planner.model.model_facts import ModelFacts, Size
-from weft.planner.search.candidates import CP_STYLES, Layouts
+from weft.planner.search.candidates import CP_STYLES, PRECISIONS, Layouts
 from weft.planner.time import collectives as links
 from weft.planner.time.compute import compute_time
 
@@ -109,6 +109,8 @@ def block_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: 
     experts = links.all_to_all_time(links.rank_group(cluster, layouts.ep, ones, cal), routed, model.top_k)
     ep = share * 2 * experts * (1 - cal.overlap_ep)
     host = cal.host_us * 1e-6 + share * cal.host_moe_us * 1e-6 * np.maximum(model.experts, 1) / layouts.ep
+    host = host * (1 + cross) * np.where(np.asarray(model.frozen) > 0, cal.host_adapters, 1.0)
+    host = host * np.where(layouts.precision == PRECISIONS.index("fp8"), cal.host_fp8, 1.0)
     if cal.score_batch:
         odd = np.mod(layouts.microbatch * model.heads / layouts.tp, cal.score_batch) != 0
         host = host * np.where(odd, SLOW_KERNEL_LAUNCHES, 1.0)

@@ -106,7 +106,7 @@ def compute_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal
         moe_b = here * (each[0][1] + each[1][1]) + np.where(shared, each[2][1] + each[3][1], 0)
     # attention itself
     seen = np.where((np.asarray(model.causal) > 0) & (cal.fused > 0), 0.5, 1.0)
-    scores = 2 * tokens * model.seq_len * model.heads / tp * cross
+    scores = 2 * tokens * model.seq_len * model.heads / tp * cross * model.attended
     flops = scores * (2 * model.head_dim + model.rope_dim) * seen
     fill = 1 + cal.wave * cluster.units / np.maximum(tokens / 128 * model.heads / tp, 1e-9)
     narrow = np.maximum(model.head_dim, 1) / (np.maximum(model.head_dim, 1) + 24) * (152 / 128)

@@ -186,9 +186,10 @@ def _step_times(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal:
     stored = np.where(np.asarray(model.coded) > 0, CODED_BYTES / np.where(layouts.precision == 0, 4.0, 2.0), 1.0)
     offload = np.where(offloaded, 2 * block.row_bytes * stored * here * count / (cluster.host_gb_s * 1e9), 0.0)
     nodes = np.maximum(1, layouts.world / cluster.node_size)
-    busy = passed + messages + dp + exchange.optimizer + offload + cal.step_ms * 1e-3
+    update = exchange.optimizer + np.where(count > 1, count * exchange.sums, 0.0)
+    busy = passed + messages + dp + update + offload + cal.step_ms * 1e-3
     waiting = busy * cal.jitter * np.log2(nodes)
     return StepTimes(
-        busy + waiting, block, dp, exchange.optimizer, offload, bubble, messages, waiting, count * here, backward,
+        busy + waiting, block, dp, update, offload, bubble, messages, waiting, count * here, backward,
         np.where(full, share, 0.0), gpu_again,
     )  # fmt: skip

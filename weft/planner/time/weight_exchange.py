@@ -36,6 +36,8 @@ class WeightExchange:
     encoding: Size
     """Compressing the gradients once."""
     optimizer: Size
+    sums: Size
+    """Adding a microbatch's gradients to those before, or copying them into the buffers of their sums."""
     message: Size
     """Latency of a message between stages."""
     stage_gb_s: Size
@@ -78,6 +80,8 @@ def weight_exchange(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, 
     cut = np.where(z > 0, layouts.dp_shard * layouts.cp, 1)
     owned = (shared / cut + experts / np.where(z > 0, np.maximum(cut * layouts.tp / layouts.ep, 1), 1)) * trained
     state = owned * (2 * cal.moment_bytes + 2 * cal.master_bytes + cal.gradient_bytes + size)
+    products = model.update_flops / layouts.pp / layouts.dp_replicate  # ranks with the same shard take turns
+    rate = np.maximum(cluster.peak_tflops["bf16"], cluster.peak_tflops["fp32"]) * 1e12 * cluster.reach * cal.matmul
     on_host = owned * (4 + size) / (cluster.host_gb_s * 1e9) + owned / HOST_UPDATE_BYTES_S
     offloaded = layouts.offload == OFFLOADS.index("optimizer")
     stages = links.axis_group(cluster, layouts, "pp", cal)
@@ -92,6 +96,7 @@ def weight_exchange(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, 
         gathers=sent(shards, weight), scatter=sent(shards, grad * trained),
         between=np.where(layouts.dp_replicate > 1, between, 0.0),
         encoding=(shared + experts) * trained * encoding_bytes(layouts) / memory,
-        optimizer=np.where(offloaded, on_host, cal.optimizer * state / memory),
+        optimizer=np.where(offloaded, on_host, cal.optimizer * state / memory) + products / rate,
+        sums=(shared + experts) * trained * cal.sum_bytes / memory,
         message=links.send_time(stages, 0.0), stage_gb_s=stages.one_gb_s, largest=largest, last=last,
     )  # fmt: skip
