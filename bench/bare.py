@@ -94,7 +94,7 @@ def bare(s: Shape, steps: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            torch._foreach_copy_(params, master_params)
+            torch._foreach_copy_([*params], [*master_params])
 
     clock = Clock()
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,16 +94,19 @@ def ten_minutes(minutes: float) -> dict[str, Any]:
 
 def parts(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {
-        name: (lambda name=name, words=words: chaos(words, STEPS_OF_PART.get(name, STEPS)))
+        name: partial(chaos, words, STEPS_OF_PART.get(name, STEPS))
         for name, words in weft_parts(args.trials, args.others).items()
     }
     found["quota"] = lambda: [chaos_slow.trial(0.5) for _ in range(args.others)]
     found["long"] = lambda: ten_minutes(args.minutes)
     for case in chaos_others.NAMES:
-        found[case] = lambda case=case: (
-            [*chaos_others.trials(case, "kill", args.others, 1), *chaos_others.trials(case, "stop", 2, 1)]
-        )
+        found[case] = partial(kills_and_stops, case, args.others)
     return found
+
+
+def kills_and_stops(case: str, kills: int) -> list[Any]:
+    """The trials of another trainer."""
+    return [*chaos_others.trials(case, "kill", kills, 1), *chaos_others.trials(case, "stop", 2, 1)]
 
 
 def rows_of(results: dict[str, Any]) -> list[list[str]]:

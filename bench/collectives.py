@@ -9,6 +9,7 @@ import argparse
 import json
 import statistics
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,7 @@ def main() -> None:
     args = parser.parse_args()
     with RankPool() as pool:
         output = pool.run(on_rank, args.ranks, args.ranks, args.rounds, args.budget)
-    result = {}
+    result: dict[str, dict[str, Any]] = {}
     for name in ("weft", "bare"):
         times = [
             statistics.median(max(rank[name][r][i] for rank in output) for r in range(args.rounds))

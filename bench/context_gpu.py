@@ -41,11 +41,11 @@ def kernels() -> None:
                     kernel.backward(dout, q, k, v, out, lse, True, None)
                 except Exception as error:
                     print("   ", type(error).__name__, str(error)[:300])
-        whole = attend(q, k, v, True, None)
-        whole = (*whole, *attend_backward(dout, q, k, v, *whole, True, None))
+        ahead = attend(q, k, v, True, None)
+        whole = (*ahead, *attend_backward(dout, q, k, v, *ahead, True, None))
         attention.MAX_KERNEL_ELEMENTS = q.numel() // 4
-        parts = attend(q, k, v, True, None)
-        parts = (*parts, *attend_backward(dout, q, k, v, *parts, True, None))
+        ahead = attend(q, k, v, True, None)
+        parts = (*ahead, *attend_backward(dout, q, k, v, *ahead, True, None))
         attention.MAX_KERNEL_ELEMENTS = 1 << 29
         worst = max(difference(a, b) for a, b in zip(whole, parts, strict=True))
         print(f"by {find_kernel(q, k, False).name}: heads in groups differ by {worst:.1e}")

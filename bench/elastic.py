@@ -111,7 +111,8 @@ def compare(run: RunDir, reference: RunDir, steps: int) -> dict[str, Any]:
 def measure(folder: Path) -> dict[str, Any]:
     write_job(folder, "elastic", cluster={"device": "cpu", "nodes": "2..4"})
     with VirtualHosts(4) as hosts:
-        elastic, phases = ElasticRun(hosts, folder), []
+        elastic = ElasticRun(hosts, folder)
+        phases: list[Any] = []
         for wanted in PHASES:
             phases.append(elastic.reach(wanted, phases[-1]["attempt"] if phases else 0))
             print(f"{phases[-1]}", file=sys.stderr, flush=True)

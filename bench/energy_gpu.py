@@ -117,7 +117,8 @@ def tokens(device: NvmlDevice, asked: argparse.Namespace) -> list[str]:
         "| precision | tokens/s | W | J a token | tokens a J | with the first step: W, tokens a J |",
         "|---|---|---|---|---|---|",
     ]
-    for precision, changes in (("bf16", []), ("fp8", [])):
+    settings: tuple[tuple[str, list[str]], ...] = ("bf16", []), ("fp8", [])
+    for precision, changes in settings:
         folder = asked.folder / precision
         with PowerLog(device) as log:
             found = run_weft(shape, precision, asked.steps, 150, folder, changes)

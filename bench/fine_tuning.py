@@ -121,7 +121,7 @@ def main() -> None:
     torch.set_num_threads(1)
     global clock
     clock = time.thread_time if args.device == "cpu" else time.perf_counter
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for kind in [args.only] if args.only else RATES:
         job = make_job(kind, args.steps, args.device)
         found[kind] = {"weft": run_weft(job), "transformers + peft": run_peft(job, kind)}

@@ -207,8 +207,8 @@ class Proof:
             try:
                 self.pool.run(start_and_step, plan.world, spread, plan, str(self.folder))
             except RankFailed as error:
-                why = error.last_line
-                self.note(f"start {done + 1} of {layout}: {error}"[:20000])
+                why = str(error)
+                self.note(f"start {done + 1} of {layout}: {error} {error.__notes__}"[:20000])
                 break
             done, slowest = done + 1, max(slowest, time.monotonic() - began)
         return f"{layout}: {done} starts of {count}, slowest {slowest:.1f} s{why and ', then: '}{why}"

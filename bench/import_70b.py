@@ -48,7 +48,8 @@ def make_sparse(folder: Path, model: Any, file_bytes: int = FILE_BYTES) -> int:
             size = 0
         files[-1][tensor.name] = {"dtype": "BF16", "shape": shape, "data_offsets": [size, size + length]}
         size += length
-    total, listed = 0, {}
+    total = 0
+    listed: dict[str, Any] = {}
     for i, entries in enumerate(files):
         name = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
         header = json.dumps(entries).encode()

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,13 @@ Times = dict[str, float]
 
 def create_in_turn(groups: list[Any], device: torch.device, timed: Callable[[str, Callable[[], Any]], None]) -> None:
     one = torch.ones(1, device=device)
+
+    def all_reduce(group: Any) -> None:
+        dist.all_reduce(one, group=group)
+        torch.cuda.synchronize()
+
     for number, group in enumerate(groups):
-        timed(f"all_reduce {number}", lambda group=group: (dist.all_reduce(one, group=group), torch.cuda.synchronize()))
+        timed(f"all_reduce {number}", partial(all_reduce, group))
 
 
 def create_in_threads(groups: list[Any], device: torch.device, timed: Callable[[str, Callable[[], Any]], None]) -> None:
@@ -72,8 +78,8 @@ def rank(number: int, ranks: int, folder: str, environment: dict[str, str]) -> N
             found[what] = time.perf_counter() - began
 
         store = dist.FileStore(str(Path(folder) / f"store-{attempt}"), ranks)
-        timed("init", lambda s=store: dist.init_process_group(
-            "cpu:gloo,cuda:nccl", store=s, rank=number, world_size=ranks))  # fmt: skip
+        joined: dict[str, Any] = {"store": store, "rank": number, "world_size": ranks}
+        timed("init", partial(dist.init_process_group, "cpu:gloo,cuda:nccl", **joined))
         groups: list[Any] = [dist.group.WORLD]
 
         def axes(groups: list[Any] = groups) -> None:

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SEQ, BATCH, WARMUP_STEPS = 128, 32, 10
@@ -112,7 +113,7 @@ def compare_resilience(rounds: int, steps: int, layout: str, as_json: bool) -> N
             times[flag].append(run_weft(steps, layout, flag)[WARMUP_STEPS:])
     plain, watched = (statistics.median(s for found in each for s in found) for each in times.values())
     pairs = zip(times["--resilient"], times["--no-resilient"], strict=True)
-    result = {
+    result: dict[str, Any] = {
         "plain_s": plain,
         "resilient_s": watched,
         "overhead": watched / plain - 1,

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def accelerate_run(original: bool, folder: str) -> dict[str, Any]:
     if original:
         from accelerate import Accelerator
     else:
-        from weft.accelerate import Accelerator  # type: ignore[assignment]
+        from weft.accelerate import Accelerator
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = net()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -201,14 +202,12 @@ class _HorovodDefinition:
 
 
 def horovod_run(original: bool, folder: str) -> dict[str, Any]:
+    hvd: Any = _HorovodDefinition()
     if not original:
-        import weft.hvd as hvd
-    elif importlib.util.find_spec("horovod") is None:
-        hvd = _HorovodDefinition()
-    else:
-        import horovod.torch as hvd
-
-        hvd = hvd if hasattr(hvd, "init") else _HorovodDefinition()  # it imports without its native library
+        hvd = importlib.import_module("weft.hvd")
+    elif importlib.util.find_spec("horovod") is not None:
+        found = importlib.import_module("horovod.torch")
+        hvd = found if hasattr(found, "init") else hvd  # it imports without its native library
     hvd.init()
     dataset = data(16 * STEPS)
     sampler: Any = torch.utils.data.distributed.DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank())
@@ -227,7 +226,7 @@ def horovod_run(original: bool, folder: str) -> dict[str, Any]:
     return {"losses": losses, "seconds": time.perf_counter() - begin, "validation": 0.0}
 
 
-RUNS = {
+RUNS: dict[str, Callable[[bool, str], dict[str, Any]]] = {
     "lightning": lightning_run, "strategy": partial(lightning_run, strategy=True), "trainer": trainer_run,
     "accelerate": accelerate_run, "deepspeed": deepspeed_run, "horovod": horovod_run,
 }  # fmt: skip

@@ -28,6 +28,7 @@ from weft.comm.axis import Axis  # noqa: E402
 from weft.launch.rank_pool import RankPool  # noqa: E402
 from weft.mesh import connect  # noqa: E402
 from weft.parallel.data.data_parallel import Replicas  # noqa: E402
+from weft.parallel.expert.expert_load import ExpertLoad  # noqa: E402
 from weft.parallel.pipeline.executor import Pipelined  # noqa: E402
 from weft.parallel.spread_model import Batch, SpreadModel  # noqa: E402
 from weft.planner.plan import Plan  # noqa: E402
@@ -128,7 +129,8 @@ def make_pipeline(schedule: Schedule, costs: Costs, axis: Axis, device: torch.de
     for index in schedule.stages_of(axis.rank):
         module = SleepyStage(index == 0, index == schedule.stages - 1, costs, index)
         stages[index] = SpreadModel(module, Replicas(module, None, torch.float32, 25.0, summed=True), None, ())
-    pipeline = Pipelined(stages, schedule, axis, device, torch.float32, 1)
+    load = ExpertLoad(nn.Module(), device, None)
+    pipeline = Pipelined(stages, schedule, axis, device, torch.float32, 1, load)
     pipeline.spans.wanted = True
     return pipeline
 

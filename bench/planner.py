@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def measure() -> list[dict[str, Any]]:
         wall, cpu, _ = least(lambda: subprocess.run(command, check=True, capture_output=True), command_seconds)
     rows.append(row("`weft plan` of llama-405b on 16,384 H100, whole command, s", "3", wall, cpu))
     for name, given in SPACES.items():
-        wall, cpu, found = least(lambda given=given: find_layouts(*setting(described(*given)), top=5))
+        wall, cpu, found = least(partial(search, given))
         note = f"{found.size:,} layouts, {found.estimated:,} estimated: {found.layouts.plan(0).layout()}"
         rows.append(row(f"search of {name}, s", "", wall, cpu, note))
     model, device, nodes, seq, _ = LARGE
@@ -129,6 +130,11 @@ def page(rows: list[dict[str, Any]]) -> str:
         for r in rows
     ]
     return "\n".join([head, "", *lines])
+
+
+def search(given: Any) -> Any:
+    """The five best layouts of a space."""
+    return find_layouts(*setting(described(*given)), top=5)
 
 
 def main() -> None:

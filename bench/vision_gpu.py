@@ -190,7 +190,7 @@ def plain_steps(args: argparse.Namespace, model: str, folder: Path) -> tuple[Ste
         return F.cross_entropy(out.float(), labels)
 
     if cuda and model == "vit":  # blocks of one shape: as fast as one graph, and compiled in a tenth of the time
-        for block in trained.blocks:  # type: ignore[union-attr]
+        for block in trained.blocks:
             block.compile()
     run = torch.compile(forward) if cuda and model == "resnet" else forward
     loader = DataLoader(

@@ -128,7 +128,7 @@ MEASURED = (
     ("llama-3b", 2048, 4, 1, "none", 68.96, 0.313), ("llama-3b", 8192, 1, 1, "selective", 62.84, 0.364),
 )  # fmt: skip
 """bench/gpu_memory.py on an H200: shape, tokens, microbatch, microbatches, recompute, GiB, seconds a step."""
-MEASURED_FP8 = (
+MEASURED_FP8: tuple[tuple[str, str, int, list[str], float, float], ...] = (
     ("1B", "as by default", 2, [], 37.8, 0.2198),
     ("1B", "dynamic scales, head in bf16", 2, ["fp8.amax=dynamic", "fp8.head=false"], 34.3, 0.2545),
     ("3B", "as by default", 1, [], 65.6, 0.2778),

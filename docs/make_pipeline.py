@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 from weft.planner.schedules.actions import Schedule
@@ -60,6 +61,10 @@ def images() -> dict[Path, str]:
     }
 
 
+def _filled(block: str, found: re.Match[str]) -> str:
+    return found[1] + block + found[2]
+
+
 def page(text: str) -> str:
     """The page with its parts generated again."""
     parts = {
@@ -70,9 +75,8 @@ def page(text: str) -> str:
     }
     for key, made in parts.items():
         pattern = rf"(<!-- {key} -->\n).*?(<!-- end -->)"
-        text, count = re.subn(
-            pattern, lambda found, made=made: found[1] + made + "\n" + found[2], text, flags=re.DOTALL
-        )
+        block = f"{made}\n"
+        text, count = re.subn(pattern, partial(_filled, block), text, flags=re.DOTALL)
         if count != 1:
             raise SystemExit(f"{PAGE.name} has {count} places for {key}, not one")
     return text

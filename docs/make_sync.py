@@ -25,7 +25,7 @@ def rounds(speeds: list[int], every: int) -> tuple[Bars, list[float]]:
     """Each trains alone for some steps; returns the bars and the times of the exchanges."""
     length = max(speeds) * every
     starts = [s for s in range(0, END, length) if s + length <= END]
-    bars = [[(s + i * speed, s + (i + 1) * speed) for s in starts for i in range(every)] for speed in speeds]
+    bars: Bars = [[(s + i * speed, s + (i + 1) * speed) for s in starts for i in range(every)] for speed in speeds]
     return bars, [float(s + length) for s in starts]
 
 
@@ -69,8 +69,8 @@ def panel(
         x = LEFT + when * UNIT
         out.append(f'<path d="M{x:g} {top - 4}V{bottom}" stroke="black" stroke-width="2"/>')
     for when, row in thin:
-        x, y = LEFT + when * UNIT, top + row * ROW + ROW / 2 - 1
-        out.append(f'<circle cx="{x:g}" cy="{y:g}" r="4" fill="white" stroke="black"/>')
+        x, middle = LEFT + when * UNIT, top + row * ROW + ROW / 2 - 1
+        out.append(f'<circle cx="{x:g}" cy="{middle:g}" r="4" fill="white" stroke="black"/>')
     return out
 
 
