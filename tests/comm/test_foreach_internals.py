@@ -25,7 +25,7 @@ def test_operations_on_lists() -> None:
     internals.foreach_lerp_(some, [torch.zeros(2), torch.zeros(3)], [torch.tensor(0.5), torch.tensor(1 / 3)])
     internals.foreach_add_scaled_(some, some, 1.0)
     assert [t[0].item() for t in some] == [2.0, 4.0], moved
-    assert [t[0].item() for t in internals.foreach_lerp(some, copies, 0.5)] == [2.0, 3.5], moved
+    assert [t[0].item() for t in internals.foreach_lerp(some, [c.float() for c in copies], 0.5)] == [2.0, 3.5], moved
     assert [t[0].item() for t in internals.foreach_mul(some, torch.tensor(0.5))] == [1.0, 2.0], moved
     assert internals.foreach_mul([torch.ones(2, 1)], [torch.ones(1, 3)])[0].shape == (2, 3), moved
     assert [t[0].item() for t in internals.foreach_add_scaled(some, some, 2.0)] == [6.0, 12.0], moved
