@@ -74,6 +74,10 @@ class StepTrace:
             w.add(sent * (in_flight - 1), "communication")
             if not self.r.whole_gradients or self.r.reduces_last:
                 return
+        elif self.r.sharded and not (self.r.gathers_again or self.r.whole_gradients):  # the last one frees weights
+            self.w.on = (rank.layouts.accumulation > 2) * 1.0
+            self._pass(first=False, last=False)
+            self.w.on = None
         self._pass(first=False, last=True)
 
     def reduce_last(self, live: dict[str, Size]) -> None:
