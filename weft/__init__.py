@@ -1,11 +1,13 @@
 """Distributed training of neural networks with PyTorch, on any number of devices.
 
 Three layers: functions (`connect`, `parallelize`, `save`, `load`), the loop in `weft/training/loop.py`, and
-`weft.train(job)`. Names are imported on first use, so `import weft` is cheap and has no side effects.
+`weft.train(job)`. Names are imported on first use, so `import weft` is cheap and has no side effects. Nothing is
+imported here: until `weft/__main__.py` handles signals, Ctrl-C would end in a traceback.
 """
 
-from importlib import import_module
-from typing import Any
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 _MODULES = {
     "Job": "weft.job",
@@ -28,7 +30,9 @@ _MODULES = {
 __all__ = [*_MODULES]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name not in _MODULES:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
+    from importlib import import_module
+
     return getattr(import_module(_MODULES[name]), name)

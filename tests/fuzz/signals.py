@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -56,6 +57,14 @@ def _steps(run: RunDir) -> int:
     return max((int(r["step"]) for r in read_metrics(run.metrics)), default=0)
 
 
+def is_before_weft(text: str) -> bool:
+    """Whether Python was interrupted while it started, before weft/__main__.py handles signals."""
+    frames = re.findall(r'File "([^"]+)"', text)
+    first = (str(ROOT / "weft" / "__init__.py"), str(ROOT / "weft" / "__main__.py"))
+    inside = [name for name in frames if name.startswith(str(ROOT / "weft")) and name not in first]
+    return "KeyboardInterrupt" in text and not inside
+
+
 def send_one(
     folder: Path,
     ranks: int,
@@ -93,6 +102,8 @@ def send_one(
             return f"still running {END_S:.0f} s after {number.name}"
         output.seek(0)
         text = output.read()
+    if number == signal.SIGINT and is_before_weft(text):
+        return ""
     if "Traceback" in text:
         return f"traceback after {number.name}: {text[-2000:]}"
     if code in before_python:
