@@ -134,7 +134,7 @@ MEASURED_FP8: tuple[tuple[str, str, int, list[str], float, float], ...] = (
     ("3B", "as by default", 1, [], 65.6, 0.2778),
     ("3B", "dynamic scales, head in bf16", 1, ["fp8.amax=dynamic", "fp8.head=false"], 62.8, 0.3284),
 )  # fmt: skip
-"""bench/gpu.py on an H200: shape, setting, batch, overrides, GiB, seconds a step."""
+"""bench/gpu_memory.py (GiB) and bench/gpu.py (seconds a step) on an H200: shape, setting, batch, overrides."""
 
 
 def on_h200(shape: str, tokens: int, microbatch: int, count: int, *overrides: str) -> dict[str, float]:
@@ -157,6 +157,22 @@ def beside(predicted: float, measured: float, digits: int) -> str:
     return f"{predicted:.{digits}f} | {measured:.{digits}f} | {off}"
 
 
+def compared(found: dict[str, float], gib: float, seconds: float, errors: list[tuple[float, float]]) -> str:
+    """Cells for memory and step time of a run; adds both errors to the list."""
+    memory, step = found["memory_gib"], found["step_time_s"]
+    errors.append((abs(memory / gib - 1), abs(step / seconds - 1)))
+    return f"{beside(memory, gib, 2)} | {beside(step, seconds, 3)}"
+
+
+def summary(errors: list[tuple[float, float]], name: str, average: Callable[[Iterable[float]], float]) -> str:
+    """The errors of all runs in a sentence."""
+    memory, time = zip(*errors, strict=True)
+    return (
+        f"Memory: {name} error {100 * average(memory):.1f} %, worst {100 * max(memory):.1f} %. "
+        f"Step time: {name} {100 * average(time):.1f} %, worst {100 * max(time):.1f} %."
+    )
+
+
 def own_runs() -> str:
     """Predicted and measured memory and step time on one H200, and the errors."""
     rows = [
@@ -167,15 +183,9 @@ def own_runs() -> str:
     errors: list[tuple[float, float]] = []
     for shape, tokens, microbatch, count, recompute, gib, seconds in MEASURED:
         found = on_h200(shape, tokens, microbatch, count, f"memory.recompute={recompute}")
-        memory, step = found["memory_gib"], found["step_time_s"]
-        errors.append((abs(memory / gib - 1), abs(step / seconds - 1)))
-        cells = f"{beside(memory, gib, 2)} | {beside(step, seconds, 3)}"
+        cells = compared(found, gib, seconds, errors)
         rows.append(f"| {shape} | {tokens:,} | {microbatch} × {count} | {recompute} | {cells} |")
-    memory_errors, time_errors = zip(*errors, strict=True)
-    return "\n".join(rows) + (
-        f"\n\nMemory: mean error {100 * fmean(memory_errors):.1f} %, worst {100 * max(memory_errors):.1f} %. "
-        f"Step time: mean {100 * fmean(time_errors):.1f} %, worst {100 * max(time_errors):.1f} %."
-    )
+    return "\n".join([*rows, "", summary(errors, "mean", fmean)])
 
 
 def own_runs_fp8() -> str:
@@ -208,20 +218,14 @@ def random_runs() -> str:
         job, model, train = run["job"], run["job"]["model"], run["job"]["train"]
         one_gpu = {"device": "h200-sxm", "nodes": 1, "devices_per_node": 1}
         found = allocated(weft.make_plan(parse_job({**job, "cluster": one_gpu}))[1].predicted)
-        memory, step = found["memory_gib"], found["step_time_s"]
-        errors.append((abs(memory / run["gib"] - 1), abs(step / run["s"] - 1)))
         parts = [key for key in ("lora", "window", "tied", "experts") if key in model]
         name = f"{model['family']}, {model['layers']} × {model['dim']}{''.join(f', {part}' for part in parts)}"
         samples = f"{train['microbatch']} × {train['global_batch'] // train['microbatch']}"
         tokens = f"{samples} × {job['data'].get('seq_len') or 'an image'}"
-        cells = f"{beside(memory, run['gib'], 2)} | {beside(step, run['s'], 3)}"
+        cells = compared(found, run["gib"], run["s"], errors)
         kind = f"{job['precision']} | {job['optim']['name']} | {job['memory']['recompute']}"
         rows.append(f"| {name} | {model['vocab']:,} | {tokens} | {kind} | {cells} |")
-    memory_errors, time_errors = zip(*errors, strict=True)
-    return "\n".join(rows) + (
-        f"\n\nMemory: median error {100 * median(memory_errors):.1f} %, worst {100 * max(memory_errors):.1f} %. "
-        f"Step time: median {100 * median(time_errors):.1f} %, worst {100 * max(time_errors):.1f} %."
-    )
+    return "\n".join([*rows, "", summary(errors, "median", median)])
 
 
 MODELS = (

@@ -171,7 +171,7 @@ def test_layouts_go_to_plans_and_back() -> None:
 def test_rules_of_thumb_come_out_of_the_search(
     model: Any, nodes: int, device: str, seq: int, batch: int, cut: tuple[int, int], data: int
 ) -> None:
-    """Below 10B data parallelism alone; to 100B the model is cut a little, inside a node; above that tp, pp and dp at
+    """Below 10B data parallelism alone; to 100B the model is cut a little or sharded; above that tp, pp and dp at
     once, and the more so the larger. tp never leaves the node."""
     start = start_plan(job_of(model, nodes, batch, seq, device))
     plan, _, found = pick_layout(start)
