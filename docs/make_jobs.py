@@ -156,7 +156,7 @@ def page() -> str:
         default = f"[see below](#{name})" if section is not None and name != "parallel" else shown(field.default)
         takes = "a section" if section is not None else kind(field.annotation)
         takes = "`auto` or a section" if name == "parallel" else takes
-        plain.append(f"| `{name}` | {default} | {takes} | {field_docs(Job).get(name, '')} |")
+        plain.append(f"| `{name}` | {default} | {takes} | {' '.join(field_docs(Job).get(name, '').split())} |")
     parts.append("\n".join(plain) + "\n")
     for name, section in sections:
         parts.append(f"## {name}\n\n{' '.join((section.__doc__ or '').split())}\n\n{table(section)}\n")

@@ -126,6 +126,16 @@ EIGHT = ("cluster.nodes=1", "model=llama-1b")
     [
         ((*EIGHT, "memory.budget_gib=1"), 3, ("of 1.0 GiB", "memory.budget_gib=1 allows 1.00, so ", "would fit with")),
         ((*EIGHT, "train.steps=10", "parallel.pp=8", "train.global_batch=1"), 0, ("; 1f1b, 1 microbatch\n", "0.0")),
+        (
+            (*EIGHT, "parallel.pp=8", "model.layers=1"),
+            2,
+            ("a model of 1 blocks, an embedding and a head cannot be cut",),
+        ),
+        (
+            (*EIGHT, "model.layers=1", "train.global_batch=5"),
+            2,
+            ("train.global_batch=5 is not a multiple of the 8 data-parallel ranks; 8 would work",),
+        ),
         ((*EIGHT, "parallel.dp_shard=8", "train.steps=10"), 0, (" kWh, 0.",)),
         (
             (*EIGHT, "data.seq_len=262144", "--explain", "memory"),

@@ -185,6 +185,15 @@ def test_links_and_pictures_exist(page):
             assert ((ROOT / page).parent / link.partition("#")[0]).exists(), f"{page} points at {link}"
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_rows_of_tables_are_whole(page):
+    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
+        first, *rest = table.splitlines()
+        assert {len(re.findall(r"(?<!\\)\|", row)) for row in rest} == {len(re.findall(r"(?<!\\)\|", first))}, first
+        assert all(row.endswith("|") for row in (first, *rest)), f"a row of {first} goes on in the next line"
+
+
 def test_every_page_of_docs_is_in_the_index():
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     assert all(f"({p.name})" in index for p in (ROOT / "docs").glob("*.md") if p.name != "README.md")

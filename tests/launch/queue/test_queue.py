@@ -24,7 +24,7 @@ from weft.launch.queue.claim import INSIDE_CLAIM, claim
 from weft.launch.queue.listing import claims_of_runs, queue_state
 from weft.launch.queue.machine import run_command
 from weft.launch.queue.processes import end_claim
-from weft.launch.queue.queue_folder import QueueFolder, queue_path
+from weft.launch.queue.queue_folder import QueueFolder, queue_path, user_name
 from weft.launch.queue.records import HELD, Capacity, ClaimRecord, QueuedGpu, QueueSettings, Request
 from weft.launch.queue.run_claim import claimed_for_run
 from weft.launch.queue.scheduling import impossible, make_schedule
@@ -113,6 +113,9 @@ def test_past_use_counts_once_and_decays(queue: QueueFolder) -> None:
     with queue.locked():
         used = queue.read(time.time())
         assert used.usage == {}  # it has no claims now
+    listed, user = queue_state(queue), user_name(os.geteuid())
+    assert listed["usage_machine_hours"] == {user: pytest.approx(0.5, rel=0.01)}
+    assert f"machine hours used: {user} 0.50" in show_queue(listed)
     (file,) = queue.usage.iterdir()
     stored = json.loads(file.read_text())
     assert stored["seconds"] == pytest.approx(1800, rel=0.01)
@@ -120,6 +123,9 @@ def test_past_use_counts_once_and_decays(queue: QueueFolder) -> None:
         now = queue.read(time.time()).usage[os.geteuid()]
         day_later = queue.read(stored["at"] + 24 * 3600).usage[os.geteuid()]
     assert now == pytest.approx(stored["seconds"], rel=0.01)
+    weighted = QueueFolder.create(queue.path, replace(queue.settings, weights={user: 2.0}))
+    with claim(weighted, Request(memory_gib=1), name="weighted"):
+        assert queue_state(weighted)["usage_machine_hours"] == {user: pytest.approx(0.5, rel=0.01)}
     assert day_later == pytest.approx(stored["seconds"] / 2 + 24 * 3600 / 64, rel=0.01)
 
 

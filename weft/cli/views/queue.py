@@ -22,6 +22,8 @@ def show_queue(state: dict[str, Any]) -> str:
         f"{state['folder']}: {gpus:g} of {len(machine['gpus'])} GPUs, {cores} of {len(machine['cores'])} cores, "
         f"{memory:.1f} of {machine['memory_gib']:.1f} GiB of memory claimed"
     ]
+    if used := sorted(state["usage_machine_hours"].items(), key=lambda item: item[1]):
+        lines.append(f"machine hours used: {', '.join(f'{user} {hours:.2f}' for user, hours in used)}")
     if claims:
         table = Table(box=None, pad_edge=False)
         for title in ("claim", "user", "name", "state", "asks for", "for", "where", "prio"):

@@ -67,3 +67,10 @@ def weighted_usage(
         if claim.id not in files[claim.uid].merged:
             usage[claim.uid] += used_s(claim, settings.machine, claim.seen)
     return {uid: seconds / settings.weights.get(names[uid], 1.0) for uid, seconds in usage.items()}
+
+
+def past_usage(folder: Path, settings: QueueSettings, now: float) -> dict[int, float]:
+    """Machine seconds of ended claims of every user who has any."""
+    users = [int(path.stem) for path in folder.glob("*.json") if path.stem.isdecimal()]
+    files = (UsageFile(folder, uid, settings.half_life_hours * 3600) for uid in users)
+    return {file.uid: file.decayed(now) for file in files if file.seconds}

@@ -6,6 +6,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from weft.launch.queue.fair_share import past_usage
 from weft.launch.queue.processes import is_stopped
 from weft.launch.queue.queue_folder import QueueFolder, queue_path, user_name
 
@@ -15,6 +16,7 @@ def queue_state(queue: QueueFolder) -> dict[str, Any]:
     now = time.time()
     with queue.locked():
         state = queue.read(now)
+        past = past_usage(queue.usage, queue.settings, now)
     rows = []
     for claim in state.live:
         waiting = state.schedule.waiting.get(claim.id)
@@ -37,7 +39,9 @@ def queue_state(queue: QueueFolder) -> dict[str, Any]:
             }
         )
     rows.sort(key=lambda row: (row["position"] or 0, row["created"]))
-    usage = {user_name(uid): round(seconds / 3600, 4) for uid, seconds in state.usage.items()}
+    weights = queue.settings.weights
+    used = past | {uid: seconds * weights.get(user_name(uid), 1.0) for uid, seconds in state.usage.items()}
+    usage = {user_name(uid): round(seconds / 3600, 4) for uid, seconds in used.items()}
     return {"folder": str(queue.path), "settings": asdict(queue.settings), "claims": rows, "usage_machine_hours": usage}
 
 

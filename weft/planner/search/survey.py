@@ -16,7 +16,7 @@ from weft.planner.advice.why import compare, reasons
 from weft.planner.calibration import Calibration
 from weft.planner.estimator import make_estimator
 from weft.planner.job_estimate import POWER_OVERHEAD, POWER_SHARE, estimate_job
-from weft.planner.make_plan import PlanStart, complete_or_advise, complete_plan
+from weft.planner.make_plan import PlanStart, best_plan, complete_or_advise, complete_plan
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
 from weft.planner.rules.known_rules import RUNNABLE
@@ -107,6 +107,7 @@ def survey(
     space = plan_space(job, plan, start.world)
     search = LayoutSearch(space, estimator)
     if search.size == 0:
+        best_plan(start, calibration)  # says which of the job's settings rules every layout out
         raise JobError(
             f"no layout shares train.global_batch={job.train.global_batch} among {start.world} ranks; "
             f"a multiple of {start.world} would work"
