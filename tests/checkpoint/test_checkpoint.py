@@ -29,7 +29,7 @@ from weft.checkpoint.checkpointer import Checkpointer
 from weft.checkpoint.format import Damaged, list_checkpoints, newest_good, read_meta, verify
 from weft.checkpoint.reader import load_full
 from weft.checkpoint.retention import surplus
-from weft.job.errors import JobError
+from weft.job.errors import JobError, MachineError
 
 Events = list[tuple[str, dict[str, Any]]]
 
@@ -375,7 +375,10 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         name, fields = events.pop()
         assert (name, fields["step"]) == ("checkpoint_failed", 2)
-        assert "File too large" in fields["why"]
+        limit = f"no file may be larger than {room:,} bytes here; raise the limit with `ulimit -f unlimited`"
+        assert fields["why"].endswith(f": File too large; {limit}")
+        with pytest.raises(MachineError, match=r"to .*: .*step-00000002\S+/\S+: File .*checkpoint is of step 1$"):
+            checkpoints.require(2)
         assert names(tmp_path) == ["step-00000001"]
         assert checkpoints.durable == 1
     assert checkpoints.newest().step == 1  # type: ignore[union-attr]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import pickle
+import resource
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,12 @@ import torch.distributed.checkpoint as dcp
 from helpers.published import save_random
 
 from weft.checkpoint.reader import load_full
-from weft.job.errors import JobError
+from weft.job.errors import JobError, describe_file_error
 from weft.job.load import parse_job
 from weft.job.run_folder import RunDir
 from weft.job.shapes import resolve
 from weft.launch.import_run import import_run
-from weft.training.export import ExportOptions, export_run, newest
+from weft.training.export import FILES, ExportOptions, export_run, newest
 from weft.training.interchange.foreign_export import WRITERS
 
 
@@ -45,6 +46,32 @@ def test_round_trip(to: str, published: tuple[Path, RunDir, Any]) -> None:
     assert again.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(again[name].to(value.dtype), value), name
+
+
+@pytest.mark.parametrize("to", [to for to in FILES if to != "peft"])
+def test_failed_export_names_the_file_and_changes_nothing(
+    to: str, published: tuple[Path, RunDir, Any], tmp_path: Path
+) -> None:
+    """No file may grow beyond 2,000 bytes; an earlier export stays, and nothing is in the way of the next."""
+    _, run, _ = published
+    out = tmp_path / FILES[to]
+
+    def content() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    before, limits = {}, resource.getrlimit(resource.RLIMIT_FSIZE)
+    for _ in range(2):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large") as failed:
+                export_run(run, newest(run), to, out, ExportOptions())
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        said = describe_file_error(failed.value)
+        assert said.startswith(f"{tmp_path}/"), said
+        assert content() == before
+        export_run(run, newest(run), to, out, ExportOptions())
+        before = content()
 
 
 def test_torch_reads_and_writes_dcp(published: tuple[Path, RunDir, Any], tmp_path: Path) -> None:

@@ -244,7 +244,14 @@ def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(folder: Path) -> 
     job = ("job.yaml", "name=full", ALONE, "train.steps=3", "train.eval_every=0", "model.ffn=2048")
     result = python(folder, "-c", code, "train", *job)
     assert result.code == Exit.MACHINE, result.err
-    assert "weft: step 3 was reached, but its checkpoint could not be written to runs/full/checkpoints" in result.last
+    assert result.last.startswith(
+        "weft: step 3 was reached, but its checkpoint could not be written to runs/full/checkpoints: rank 0: "
+        "runs/full/checkpoints/step-00000003"
+    )
+    assert result.last.endswith(
+        "/__0_0.distcp: File too large; no file may be larger than 40,000 bytes here; raise the limit with "
+        "`ulimit -f unlimited`"
+    )
     failed = [e for e in read_jsonl(run_of(folder, "full").events) if e["event"] == "checkpoint_failed"]
     assert "File too large" in failed[-1]["why"]
 

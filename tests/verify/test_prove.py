@@ -140,6 +140,14 @@ def test_a_proof_that_does_not_fit_is_refused_before_it_starts() -> None:
         prove(job, ["tp2"])
 
 
+def test_nothing_is_run_if_every_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.verify.prove.open_pool", lambda *_: pytest.fail("a reference was run"))
+    output: list[Verdict] = []
+    verdicts = prove(make_job(), ["ddp3", "ep2"], on_verdict=output.append)
+    assert [(v.layout, v.world, v.verdict) for v in verdicts] == [("ddp3", 3, "refused"), ("ep2", 1, "refused")]
+    assert output == verdicts and all(v.why for v in verdicts)
+
+
 def test_batch_norms_are_compared_without_accumulation(pool: RankPool) -> None:
     """A pipeline would have eight microbatches, and one process of a large batch two: their statistics differ."""
     normed = make_job(model="helpers.own_models:Normed", data={"source": "pydoc"})

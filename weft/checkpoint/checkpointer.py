@@ -74,6 +74,8 @@ class Checkpointer:
         self.everyone = Agreement(group)
         self.durable: int | None = None
         """The step of the last checkpoint that was saved here and verified on disk."""
+        self.failure = ""
+        """Why the last checkpoint that could not be saved was not."""
         self._on_event, self._any_rank, self._meta_problem, self._fence = on_event, any_rank, meta_problem, fence
         self._after_save = after_save
         self._events: list[Event] = []
@@ -122,6 +124,15 @@ class Checkpointer:
         self._write(Manifest(step, json.loads(json.dumps(meta)), {}), contents)
         self.wait()
 
+    def require(self, step: int) -> None:
+        """Raise a MachineError with the reason unless the checkpoint of this step, the last one, is durable."""
+        if self.durable == step:
+            return
+        before = "" if self.durable is None else f"; the last good checkpoint is of step {self.durable}"
+        raise MachineError(
+            f"step {step} was reached, but its checkpoint could not be written to {self.folder}: {self.failure}{before}"
+        )
+
     def poll(self) -> None:
         """Report the saves that have finished since; never waits."""
         if not self._events:
@@ -136,7 +147,7 @@ class Checkpointer:
         with self._changed:
             if not self._changed.wait_for(lambda: self._thread is None, timeout_s):
                 why = f"the disk has not responded for {timeout_s:g} s"
-                self._events.append(("checkpoint_failed", {"step": None, "path": self.folder, "why": why}))
+                self._note("checkpoint_failed", step=None, path=self.folder, why=why)
         self.poll()
 
     def _write_queue(self) -> None:
@@ -311,6 +322,8 @@ class Checkpointer:
     def _note(self, name: str, **fields: Any) -> None:
         with self._changed:
             self._events.append((name, fields))
+            if name == "checkpoint_failed":
+                self.failure = fields["why"]
 
 
 def _manifest_or_why(path: AnyPath) -> tuple[dict[str, Any] | None, str | None]:

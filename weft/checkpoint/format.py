@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from weft.job.errors import JobError, MachineError
+from weft.job.errors import JobError, MachineError, file_named
 from weft.job.store_path import AnyPath, StorePath, copy_tree, remove_tree, size_of
 
 FORMAT = 1
@@ -187,7 +187,7 @@ def read_manifest(path: AnyPath) -> Manifest:
 def write_manifest(path: AnyPath, manifest: Manifest) -> None:
     """Write the manifest into the folder at path; durable on return, as are the names of the other files."""
     body = manifest.to_json()
-    with (path / MANIFEST).open("wb") as stream:
+    with file_named(path / MANIFEST), (path / MANIFEST).open("wb") as stream:
         stream.write(json.dumps({**body, "crc32": _body_sum(body)}, indent=1).encode())
         commit_file(path / MANIFEST, stream)
     sync_folder(path)

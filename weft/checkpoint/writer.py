@@ -36,6 +36,7 @@ from weft.checkpoint.format import (
     write_manifest,
 )
 from weft.comm.agreement import Agreement, T, error_text
+from weft.job.errors import file_named
 from weft.job.store_path import AnyPath, StorePath, remove_tree
 
 MAX_FAILURES_NAMED = 3
@@ -191,6 +192,14 @@ def write_file(path: AnyPath, tensors: Iterable[Tensor]) -> tuple[Extents, FileS
         return extents, stream.finish()
 
 
+def write_torch_file(path: AnyPath, value: object) -> None:
+    """torch.save that raises the error of the system, with the file's name, if the file cannot be written."""
+    with _open(path) as raw:
+        stream = _SummingStream(path, raw)
+        torch.save(value, stream)  # type: ignore[arg-type]
+        stream.finish()
+
+
 def _open(path: AnyPath) -> IO[bytes]:
     return path.open("wb") if isinstance(path, StorePath) else path.open("wb", buffering=1 << 20)
 
@@ -252,6 +261,7 @@ class _SummingStream:
     def _try(self, action: Callable[[], object]) -> None:
         if self.error is None:
             try:
-                action()
+                with file_named(self._path):
+                    action()
             except Exception as error:  # a store's package has errors of its own
                 self.error = error

@@ -109,7 +109,7 @@ app = make_app()
 
 def main() -> None:
     """Run a command. A user's mistake ends with one sentence and an exit code; with --json, also as JSON on stdout."""
-    from weft.job.errors import Exit, WeftError
+    from weft.job.errors import Exit, WeftError, describe_file_error
 
     gc.set_threshold(100_000, 20, 20)  # a command imports many long-lived objects and ends soon
     # another Ctrl-C during shutdown does not change the exit code
@@ -135,8 +135,7 @@ def main() -> None:
         flush_or_discard(stdout)
     except OSError as error:
         flush_or_discard(stdout)
-        where = f": {error.filename}" if error.filename else ""
-        code, text = int(Exit.MACHINE), f"{error.strerror or error}{where}"
+        code, text = int(Exit.MACHINE), describe_file_error(error)
     except Exception as error:  # with --json, a mistake in the arguments arrives as an exception of click
         if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
             raise

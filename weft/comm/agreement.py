@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.axis import native_all_gather
+from weft.job.errors import describe_file_error
 
 T = TypeVar("T")
 
@@ -88,5 +89,7 @@ class Agreement:
 
 
 def error_text(error: BaseException) -> str:
-    """An error in one line: its type and message."""
+    """An error in one line: its type and message; of a file, which one and what would work."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return describe_file_error(error)
     return f"{type(error).__name__}: {error}"

@@ -16,6 +16,7 @@ from weft.data.chat.conversations import ConversationEncoder, Mask, messages_of
 from weft.data.chat.template import ChatTemplate
 from weft.data.store import token_dtype
 from weft.data.tokenizer import ByteTokenizer, Tokenizer, Tokens
+from weft.job.errors import file_named
 
 _HEADER = np.dtype("<i8")
 
@@ -118,7 +119,7 @@ def write_atomic(target: Path, data: bytes, aside: Path | None = None) -> None:
     """
     # the process id separates a worker that outlived a killed build from the one that repeats its part
     temporary = (aside or target.parent) / f"{target.name}.{os.getpid()}.tmp"
-    with temporary.open("wb") as file:
+    with file_named(temporary), temporary.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

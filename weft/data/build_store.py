@@ -37,7 +37,7 @@ from weft.data.build_sources import PART_BYTES, Part, SourceFile, find_files, re
 from weft.data.chat.template import load_template
 from weft.data.tokenizer import Tokenizer, bpe_size, load_tokenizer, train_bpe
 from weft.job import token_files
-from weft.job.errors import JobError, MachineError
+from weft.job.errors import JobError, MachineError, describe_file_error
 
 SETTINGS = "build.json"
 # a vocabulary trained on this much text hardly changes with more
@@ -86,7 +86,8 @@ def build(
                 _assemble(out, folder, len(parts), spec, names, layout.masked)
             shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
-        raise MachineError(f"the store {out} could not be built: {error}; fix this and run the build again") from error
+        why = describe_file_error(error)
+        raise MachineError(f"the store {out} could not be built: {why}; fix this and run the build again") from error
     meta = store.open_store(out).meta
     if progress:
         progress(total := sum(f.size for f in files), total)

@@ -1,5 +1,9 @@
-"""User-facing errors, each with the exit code of the command line."""
+"""User-facing errors, each with the exit code of the command line, and errors of files in words."""
 
+import errno
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 
@@ -58,3 +62,37 @@ def check_output_file(path: Path, what: str, example: str) -> None:
     """Refuse to replace a device, a folder or anything else that is not a regular file."""
     if path.exists() and not path.is_file():
         raise JobError(f"{what} {path} exists and is not a regular file; name a new file such as {example}")
+
+
+def _limit_remedy() -> str:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return "this file system cannot hold a file of that size; use another one"
+    return f"no file may be larger than {limit:,} bytes here; raise the limit with `ulimit -f unlimited`"
+
+
+REMEDIES: dict[int, Callable[[], str]] = {
+    errno.EFBIG: _limit_remedy,
+    errno.ENOSPC: lambda: "free some space there",
+    errno.EDQUOT: lambda: "free some space there, or raise your quota",
+    errno.EROFS: lambda: "use a folder that can be written",
+}
+"""What to do about errors of the system."""
+
+
+def describe_file_error(error: OSError) -> str:
+    """Which file, what is wrong with it, and what would work where that is known."""
+    where = f"{error.filename}: " if error.filename else ""
+    remedy = f"; {REMEDIES[error.errno]()}" if error.errno in REMEDIES else ""
+    return f"{where}{error.strerror or error}{remedy}"
+
+
+@contextmanager
+def file_named(path: object) -> Iterator[None]:
+    """Add the file's path to errors that have none, as those of writes."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
-from weft.job.errors import JobError, MachineError
+from weft.job.errors import JobError, MachineError, file_named
 
 URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://(.*)", re.DOTALL)
 PACKAGES = {"s3": ("s3fs", "weft[s3]"), "s3a": ("s3fs", "weft[s3]"), "gs": ("gcsfs", "weft[gcs]"),
@@ -188,7 +188,7 @@ def create(path: AnyPath, content: bytes) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".draft-{secrets.token_hex(8)}")
     try:
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        with file_named(draft), os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

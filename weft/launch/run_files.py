@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from weft.job.errors import JobError
+from weft.job.errors import JobError, file_named
 from weft.job.load import dump_yaml
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
@@ -103,7 +103,8 @@ def _first_keys(path: Path) -> set[str]:
 def write_atomically(path: Path, content: bytes) -> None:
     temporary = path.with_suffix(f".{secrets.token_hex(4)}")  # several nodes may write at once
     try:
-        temporary.write_bytes(content)
+        with file_named(path):
+            temporary.write_bytes(content)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

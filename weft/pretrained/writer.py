@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -140,11 +142,17 @@ def _earlier_shards(out: Path, name: str) -> set[str]:
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, **metadata: str) -> None:
     """Write one file of safetensors, with the permissions of a new file."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     path.touch()
     mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt", **metadata})
+    try:
+        save_file(tensors, path, metadata={"format": "pt", **metadata})
+    except SafetensorError as error:
+        if (number := re.search(r"os error (\d+)", str(error))) is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
     path.chmod(mode)
 
 

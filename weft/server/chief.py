@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from weft.checkpoint.checkpointer import Checkpointer
 from weft.data.loader import Batch, to_device, val_batches
 from weft.data.open_dataset import open_dataset
-from weft.job.errors import DivergedError, Exit, JobError, MachineError
+from weft.job.errors import DivergedError, Exit, JobError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.mesh import Mesh, local_device
@@ -196,10 +196,8 @@ def run_chief(run: RunDir, job: Job, plan: Plan, signals: Signals) -> Exit:
             raise DivergedError(
                 f"{coordinator.failed}; try a lower optim.lr (now {job.optim.lr:g}) or a longer optim.warmup"
             )
-        if coordinator.step > first and checkpoints.durable != coordinator.step:
-            raise MachineError(
-                f"step {coordinator.step} was reached, but its checkpoint could not be written; see events.jsonl"
-            )
+        if coordinator.step > first:
+            checkpoints.require(coordinator.step)
     summary = {
         "step": coordinator.step, "steps_done": coordinator.step - first, "seconds": time.perf_counter() - began,
         "loss": records.last.get("loss"), "predicted": plan.predicted,

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from weft.job.errors import MachineError
+from weft.job.errors import MachineError, describe_file_error
 
 PREFIX, IN_USE, RESERVE = "weft-", "in-use", "reserve"
 RESERVE_BYTES = 1 << 15
@@ -54,7 +54,8 @@ def _create(bases: list[Path], log: Callable[[str], None]) -> tuple[Path, int]:
             if handle >= 0:
                 os.close(handle)
             if i + 1 == len(bases):
-                raise MachineError(f"{base}: {error.strerror}; free some space there, or set TMPDIR") from error
+                why = describe_file_error(OSError(error.errno, error.strerror, str(base)))
+                raise MachineError(f"{why}; TMPDIR can name another folder") from error
             log(f"{base}: {error.strerror}; status board and snapshots are kept in {bases[i + 1]} instead")
     raise AssertionError("no candidate")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from weft.checkpoint.format import SavedCheckpoint, list_checkpoints, newest_good, verify
 from weft.checkpoint.reader import Index, load_full, load_named
+from weft.checkpoint.writer import write_torch_file
 from weft.data.sources import open_tokenizer
 from weft.data.store import is_store
 from weft.job.errors import JobError, MachineError, check_output_file
@@ -244,11 +247,28 @@ def _export_foreign(run: RunDir, job: Job, found: SavedCheckpoint, to: str, out:
 
     adam = lora is None and all(f"optim.{n}.{kind}" in index.tensors for n in _trained(tensors) for kind in MOMENTS)
     exported = ExportedModel(model, found.step, load, load_moment if adam else None, options.dtype)
-    size = write_foreign(out, to, exported)
-    (out / CARD).write_text(model_card(run, job, found.step, to), encoding="utf-8")
-    if job.data.tokenizer and (tokenizer := Path(job.data.tokenizer)).is_file():
-        shutil.copyfile(tokenizer, out / TOKENIZER)
+    with _put_in_place(out) as draft:
+        size = write_foreign(draft, to, exported)
+        (draft / CARD).write_text(model_card(run, job, found.step, to), encoding="utf-8")
+        if job.data.tokenizer and (tokenizer := Path(job.data.tokenizer)).is_file():
+            shutil.copyfile(tokenizer, draft / TOKENIZER)
     return size
+
+
+@contextmanager
+def _put_in_place(out: Path) -> Iterator[Path]:
+    """A folder whose files are moved to `out` at the end; a failed export leaves an earlier one as it was."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    draft = out.with_name(f".{out.name}-{secrets.token_hex(4)}")
+    draft.mkdir()
+    try:
+        yield draft
+        for path in [p for p in draft.rglob("*") if p.is_file()]:
+            target = out / path.relative_to(draft)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _trained(tensors: _Tensors) -> list[str]:
@@ -273,7 +293,7 @@ def export_file(found: SavedCheckpoint, to: str, out: Path, options: ExportOptio
 
     def save(held: dict[str, Tensor], path: Path) -> None:
         if to == "torch":
-            torch.save(held, path)
+            write_torch_file(path, held)
             return
         save_tensors(held, path, weft_step=str(found.step), job=str(found.meta.get("job", "")))
 

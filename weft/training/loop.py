@@ -10,7 +10,7 @@ from typing import Any
 
 from weft.data.loader import to_device
 from weft.guards.out_of_memory import is_oom
-from weft.job.errors import DivergedError, Exit, MachineError
+from weft.job.errors import DivergedError, Exit
 from weft.training.garbage_collection import GarbageCollection
 from weft.training.metrics import StepMetrics, peak_memory_gib
 from weft.training.pipeline_timeline import recording
@@ -95,12 +95,8 @@ def fit(session: Session, signals: Signals) -> Exit:
             session.save(required=True)
         session.now("checkpoint")
         session.checkpoints.wait()
-        if state.step > first_step and session.checkpoints.durable != state.step:
-            folder = session.checkpoints.folder
-            raise MachineError(
-                f"step {state.step} was reached, but its checkpoint could not be written to {folder}; "
-                f"events.jsonl has the reason, and the last good checkpoint is of step {session.checkpoints.durable}"
-            )
+        if state.step > first_step:
+            session.checkpoints.require(state.step)
 
     stopped = metrics.stop if state.step < steps or not evaluated else None
     done = state.step - first_step

@@ -82,7 +82,13 @@ def prove(
     job = small(job) if shrink else job
     reference_job, plan = _one_process(job)
     check_proof_fits(reference_job, plan, steps)
+    refused = [verdict for name, section in named if (verdict := _refusal(job, name, section)) is not None]
     verdicts: list[Verdict] = []
+    if len(refused) == len(named):  # there is nothing to compare one process with
+        for verdict in refused if layouts else ():
+            verdicts.append(verdict)
+            on_verdict(verdict)
+        return verdicts
     with (
         open_pool(job, max(ranks(section) for _, section in named)) if pool is None else nullcontext(pool) as pool,
         tempfile.TemporaryDirectory(prefix="weft-prove-") as folder,
@@ -106,9 +112,23 @@ def prove(
 
 def _one_process(job: Job) -> tuple[Job, Plan]:
     """The job and its plan without any parallelism."""
-    job, plan = make_plan(with_layout(job, {"dp_replicate": 1, "dp_shard": 1}))
+    return _plan_layout(job, {"dp_replicate": 1, "dp_shard": 1})
+
+
+def _plan_layout(job: Job, section: dict[str, Any]) -> tuple[Job, Plan]:
+    """The job in one layout, and its plan."""
+    job, plan = make_plan(with_layout(job, section))
     check(job, plan, RUNNABLE)
     return job, plan
+
+
+def _refusal(job: Job, name: str, section: dict[str, Any]) -> Verdict | None:
+    """The verdict of a layout that the job does not allow, else None."""
+    try:
+        _plan_layout(job, section)
+    except WeftError as error:
+        return Verdict(name, ranks(section), "refused", why=str(error))
+    return None
 
 
 def check_proof_fits(job: Job, plan: Plan, steps: int) -> None:
@@ -169,8 +189,7 @@ class LayoutChecker:
     def verdict(self, name: str, section: dict[str, Any]) -> Verdict:
         world = ranks(section)
         try:
-            spread, plan = make_plan(with_layout(self.job, section))
-            check(spread, plan, RUNNABLE)
+            spread, plan = _plan_layout(self.job, section)
             name = plan.layout() + (f" split {section['split']}" if "split" in section else "")
             other = self._trace(spread, world)
             found = self._compare(name, world, self.reference, other)

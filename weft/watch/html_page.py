@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from weft.job.errors import check_output_file
+from weft.job.errors import check_output_file, file_named
 from weft.watch.figures.figure import Figure
 from weft.watch.journal import to_plain
 
@@ -66,8 +66,12 @@ def write_page(path: Path, title: str, body: str) -> Path:
     check_output_file(path, "the page", "page.html")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(_shell(title, body, get_plotlyjs()), encoding="utf-8", errors="replace")
-    temporary.replace(path)
+    try:
+        with file_named(path):
+            temporary.write_text(_shell(title, body, get_plotlyjs()), encoding="utf-8", errors="replace")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     return path
 
 

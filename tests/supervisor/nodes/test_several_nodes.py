@@ -159,15 +159,38 @@ def test_run_survives_lost_ranks_nodes_and_links(cluster: Cluster) -> None:
 @pytest.mark.parametrize("code", [0, 2])
 def test_node_that_never_joins_ends_with_the_others(tmp_path: Path, code: int) -> None:
     """A node that cannot reach the others learns from the run's folder that they are done."""
-    write_job(tmp_path, model={"shape": "tiny"}, data={"seq_len": 8}, train={"global_batch": 2, "steps": 2})
-    env = {**ENV, "NODE_RANK": "0", "NNODES": "2", "MASTER_ADDR": "127.0.0.1"}
-    command = [sys.executable, "-m", "weft", "train", "job.yaml", "--nproc", "1", "cluster.device=cpu"]
-    with Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as node:
+    with _start_incomplete(tmp_path, node=0, count=2) as node:
         until((run_of(tmp_path, "job").path / "nodes" / "0.json").exists)
         (run_of(tmp_path, "job").path / "nodes" / "ended").write_text(json.dumps([code, "token", 1]))
         said = node.communicate(timeout=DEADLINE_S)[1]
     assert node.returncode == code, said
     assert "the other nodes have ended the run" in said
+
+
+def test_node_that_is_stopped_while_nodes_gather_ends_the_others(tmp_path: Path) -> None:
+    with _start_incomplete(tmp_path, node=0, count=3) as first, _start_incomplete(tmp_path, node=1, count=3) as second:
+        folder = run_of(tmp_path, "job").path / "nodes"
+        until(lambda: (folder / "0.json").exists() and (folder / "1.json").exists())
+        second.send_signal(signal.SIGINT)
+        try:
+            said = [node.communicate(timeout=DEADLINE_S)[1] for node in (second, first)]
+        finally:
+            first.kill()
+    assert [first.returncode, second.returncode] == [Exit.INTERRUPTED] * 2, said
+    assert "weft: node 1 ended with exit code 130 while the nodes gathered" in said[1]
+    assert "stopped while it waited for the other nodes" in said[0]
+    assert not list(folder.glob("?.json"))
+
+
+def _start_incomplete(folder: Path, node: int, count: int) -> subprocess.Popen[str]:
+    """Start a node of a run of which not all nodes are started."""
+    write_job(
+        folder, model={"shape": "tiny"}, data={"seq_len": 8}, train={"global_batch": 6, "steps": 2},
+        resilience={"gather_s": 1e6},
+    )  # fmt: skip
+    env = {**ENV, "NODE_RANK": str(node), "NNODES": str(count), "MASTER_ADDR": "127.0.0.1"}
+    command = [sys.executable, "-m", "weft", "train", "job.yaml", "--nproc", "1", "cluster.device=cpu"]
+    return Popen(command, env=env, cwd=folder, stderr=subprocess.PIPE, text=True)
 
 
 RECORD = """

@@ -18,7 +18,7 @@ from weft.data.build_part import rename_durable, write_atomic
 from weft.data.file_array import FileArray
 from weft.data.tokenizer import load_tokenizer
 from weft.job import token_files
-from weft.job.errors import JobError, MachineError
+from weft.job.errors import JobError, MachineError, describe_file_error
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 CODES: dict[int, str] = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -120,7 +120,7 @@ def convert(source: Path, out: Path, to: str, tokenizer: str | None = None) -> t
         vocab = meta.vocab if meta else int(np.iinfo(documents.tokens.dtype).max) + 1
         return *(_write_megatron if to == "megatron" else _write_nanogpt)(documents, out, vocab), found
     except OSError as error:
-        raise MachineError(f"{out} cannot be written: {error}") from error
+        raise MachineError(f"{out} cannot be written: {describe_file_error(error)}") from error
 
 
 def _chunks(documents: Documents) -> Iterator[NDArray[Any]]:

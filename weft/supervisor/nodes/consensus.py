@@ -275,10 +275,15 @@ class Consensus:
         """The next attempt if this node may claim it now, else None."""
         return self._form(now) if self.decision is None else self._follow(now)
 
+    @property
+    def gathering(self) -> bool:
+        """Whether the first attempt waits for all nodes, as far as this one knows."""
+        return not self.elastic and not self.newest and not any(r.attempt for r in self.reports.values())
+
     def _form(self, now: float) -> Proposal | None:
         """The first attempt: claimed by the lowest node when all expected nodes are visible."""
         candidates = sorted({self.me, *self.reports}) if self.elastic else range(self.expected)
-        there = [n for n in candidates if n == self.me or (n in self.reports and self.sees(n, now))]
+        there = [n for n in candidates if n == self.me or (self.sees(n, now) and self.reports[n].state != ENDED)]
         fresh = all(n == self.me or self.reports[n].attempt == 0 for n in there)
         if len(there) < self.expected or not fresh or there[0] != self.me:
             return None

@@ -30,7 +30,8 @@ class NodeRegistry:
         folder.mkdir(parents=True, exist_ok=True)
         locks.mkdir(parents=True, exist_ok=True)
         self._held = _only_one(locks / f"{node}.lock", node)
-        self._before = self._last_end()
+        self._before = self._last("ended")
+        self._left_before = self._last("left")
 
     def end(self, code: int, attempt: int) -> None:
         """Record the exit code of the run and its last attempt, for nodes that cannot be reached over the network."""
@@ -40,19 +41,29 @@ class NodeRegistry:
 
     def ended(self) -> int | None:
         """The exit code recorded since this node started, if any."""
-        last = self._last_end()
+        last = self._last("ended")
         return None if last is None or last == self._before else int(last[0])
 
     def ended_in(self, attempt: int) -> bool:
         """Whether the run's end was recorded in this attempt or a later one."""
-        last = self._last_end()
+        last = self._last("ended")
         return last is not None and int(last[2]) >= attempt
 
-    def _last_end(self) -> list[Any] | None:
-        found = self._content("ended")
+    def leave_gathering(self, code: int) -> None:
+        """Record that this node ends before the first attempt: those that wait for it need not wait any longer."""
+        self._write("left", [code, secrets.token_hex(8), self.node])
+
+    def left(self) -> tuple[int, int] | None:
+        """Another node that ended before the first attempt, since this one started, and its exit code."""
+        last = self._last("left")
+        return None if last is None or last == self._left_before else (int(last[2]), int(last[0]))
+
+    def _last(self, name: str) -> list[Any] | None:
+        """An exit code, a token that differs each time, and the attempt or node that it belongs to."""
+        found = self._content(name)
         try:
-            code, token, attempt = found
-            return [int(code), str(token), int(attempt)]
+            code, token, number = found
+            return [int(code), str(token), int(number)]
         except (ValueError, TypeError):
             return None
 

@@ -95,10 +95,21 @@ class Membership:
             decision = self.consensus.decision
             if decision is None:
                 return None
-            others = [
-                r for n, r in self.consensus.reports.items() if n in decision.nodes and r.attempt == decision.number
-            ]
-            return next((r.code for r in others if r.state == ENDED), None)
+            others = [self.consensus.reports[n] for n in decision.nodes & self.consensus.reports.keys()]
+            meant = decision.incarnations  # a node may end before it enters the attempt
+            return next(
+                (
+                    r.code for r in others
+                    if r.state == ENDED and (r.attempt == decision.number or meant.get(str(r.node)) == r.incarnation)
+                ),
+                None,
+            )  # fmt: skip
+
+    def left(self) -> tuple[int, int] | None:
+        """While the nodes gather: a node that has ended, and its exit code."""
+        with self._changed:
+            gathering = self.consensus.gathering
+        return self._registry.left() if gathering else None
 
     def lease_until(self) -> float:
         """Until when (time.monotonic) this node may commit."""
@@ -133,9 +144,11 @@ class Membership:
 
     def end(self, code: int) -> None:
         """Report the end of the run on this node."""
-        if self.decision is not None:  # an excluded node does not decide the end of the run
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if self.decision is not None:  # an excluded node does not decide the end of the run
                 self._registry.end(code, self.consensus.newest)
+            elif self.consensus.gathering:
+                self._registry.leave_gathering(code)
         self._update(state=ENDED, code=code)
 
     def ended(self) -> int | None:
@@ -143,10 +156,10 @@ class Membership:
         return self._registry.ended()
 
     def known(self, since: float) -> bool:
-        """Whether every visible node of the attempt has acknowledged a report sent after `since`."""
+        """Whether every visible node (in an attempt: of that attempt) has acknowledged a report sent after `since`."""
         with self._changed:
             now, decision = time.monotonic(), self.consensus.decision
-            others = decision.nodes - {self.place.node} if decision else frozenset()
+            others = decision.nodes - {self.place.node} if decision else self.consensus.reports.keys()
             return all(
                 self.consensus.acknowledged.get(n, 0.0) > since or not self.consensus.sees(n, now) for n in others
             )

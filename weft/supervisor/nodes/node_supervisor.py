@@ -184,10 +184,12 @@ class NodeSupervisor(Supervisor):
             return None
         if decision is None and (code := self.nodes.ended()) is not None:
             return self.end(code, ["the other nodes have ended the run"])
+        if decision is None and self.board["stop"]:  # its ranks do not run
+            return self.end(self.board["stop"], ["stopped while it waited for the other nodes"])
         if decision is None and self.attempt.number:
             return self.wait_to_rejoin(now)
-        if decision is None and self.board["stop"]:  # its ranks have not begun
-            return self.end(self.board["stop"], ["stopped while it waited for the other nodes"])
+        if decision is None and (left := self.nodes.left()) is not None:
+            return self.end(left[1], [f"weft: node {left[0]} ended with exit code {left[1]} while the nodes gathered"])
         if decision is None and now - self.since > self.settings.gather_s and (absent := self.nodes.missing()):
             missing = ", ".join(map(str, absent))
             shared = self.run.shared(self.job.checkpoint.to)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint.contents import Chunk
-from weft.checkpoint.writer import write_file, write_index_file
+from weft.checkpoint.writer import write_file, write_index_file, write_torch_file
 from weft.job.errors import JobError
 from weft.job.schema import Model
 from weft.models.build_model import build_model
@@ -96,10 +96,10 @@ def write_deepspeed(out: Path, exported: ExportedModel) -> int:
         for key, tensor in exported.tensors(scheme, kind):
             folder = out / name / ZERO / key
             folder.mkdir(parents=True, exist_ok=True)
-            torch.save({"param": tensor.float().clone()}, folder / (f"{kind}.pt" if kind else FP32))
+            write_torch_file(folder / (f"{kind}.pt" if kind else FP32), {"param": tensor.float().clone()})
             total += 4 * tensor.numel()
     info = {"universal_checkpoint_info": {"universal_checkpoint_version": UNIVERSAL_VERSION}}
-    torch.save({**info, "global_steps": exported.step}, out / name / "mp_rank_00_model_states.pt")
+    write_torch_file(out / name / "mp_rank_00_model_states.pt", {**info, "global_steps": exported.step})
     (out / LATEST_UNIVERSAL).write_text(name)
     return total
 
@@ -110,7 +110,7 @@ def write_megatron(out: Path, exported: ExportedModel) -> int:
     folder = out / f"iter_{exported.step:07d}" / "mp_rank_00"
     folder.mkdir(parents=True, exist_ok=True)
     content = {"args": _megatron_args(exported.model), "checkpoint_version": 3.0, "iteration": exported.step}
-    torch.save({**content, "model": held}, folder / MEGATRON_FILE)
+    write_torch_file(folder / MEGATRON_FILE, {**content, "model": held})
     (out / ITERATION).write_text(str(exported.step))
     return sum(tensor.nbytes for tensor in held.values())
 
