@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.data.chat.template import TEMPLATE_FILE, TOKENIZER_CONFIG, ChatTemplate
 from weft.job.errors import JobError
 from weft.job.schema import Model
 from weft.pretrained.checkpoint_folder import CONFIG, GENERATION_CONFIG, SIDE_FILES, TOKENIZER, read_json
@@ -31,12 +32,14 @@ DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float
 def write_checkpoint_folder(
     out: Path, model: Model, module: nn.Module, source: Source, *,
     dtype: torch.dtype | None = None, shard_bytes: int, original: Mapping[str, Any] | None = None,
-    side_files: Path | None = None, tokenizer: Path | None = None, eos: int | None = None, card: str = "",
+    side_files: Path | None = None, tokenizer: Path | None = None, eos: int | None = None,
+    template: ChatTemplate | None = None, card: str = "",
 ) -> int:  # fmt: skip
     """Write a model in the names and layout of its family; returns the bytes of the weights.
 
     `original` is the config it was made from, `side_files` the folder of its tokenizer and generation config; without
-    them, `tokenizer` is its tokenizer.json and `eos` the token that ends a document.
+    them, `tokenizer` is its tokenizer.json and `eos` the token that ends a document. `template` wrote the conversations
+    that it was trained on, where that is not the template among `side_files`.
     """
     config = write_config(model, original=original)
     dtype = dtype or _dtype_of(original) or torch.float32
@@ -55,6 +58,10 @@ def write_checkpoint_folder(
             _copy(side_files / name, out / name)
     if tokenizer is not None and not (out / TOKENIZER).exists():
         _copy(tokenizer, out / TOKENIZER)
+    if template is not None:
+        (out / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")
+        if not (out / TOKENIZER_CONFIG).exists():
+            write_json(out / TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast"} | {key: text for key, text in template.tokens.items() if text})
     if model.takes_tokens and not (out / GENERATION_CONFIG).exists():
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
         write_json(out / GENERATION_CONFIG, ids | {"_from_model_config": True})

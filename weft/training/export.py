@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from weft.checkpoint.format import SavedCheckpoint, list_checkpoints, newest_good, verify
 from weft.checkpoint.reader import Index, load_full, load_named
 from weft.checkpoint.writer import write_torch_file
+from weft.data.chat.template import load_template
 from weft.data.sources import open_tokenizer
 from weft.data.store import is_store
 from weft.job.errors import JobError, MachineError, check_output_file
@@ -218,6 +219,10 @@ def tokenizer_file(job: Job) -> Path | None:
 def _export_hf(run: RunDir, job: Job, found: SavedCheckpoint, out: Path, options: ExportOptions) -> int:
     source = existing_folder(job.model.pretrained)
     tokenizer = tokenizer_file(job)
+    opened = open_tokenizer(job.data) if tokenizer else None
+    template = None
+    if opened and job.data.template:
+        template = load_template(str(tokenizer), job.data.template, opened.decode_special(opened.eos))
     tensors, lora, model = _Tensors(found, options.ema), job.model.lora, base_model(job.model)
     held = set(tensors.prefixes)
     if model.towers:
@@ -230,7 +235,7 @@ def _export_hf(run: RunDir, job: Job, found: SavedCheckpoint, out: Path, options
         out, model, meta_model(model), load, dtype=options.dtype,
         shard_bytes=options.shard_bytes or SHARD_BYTES, original=_original(job),
         side_files=source or run.path / SIDE_FOLDER,
-        tokenizer=tokenizer, eos=open_tokenizer(job.data).eos if tokenizer else None,
+        tokenizer=tokenizer, eos=opened.eos if opened else None, template=template,
         card=model_card(run, job, found.step),
     )  # fmt: skip
 
