@@ -14,7 +14,7 @@ from weft.job import parse_job
 from weft.job.errors import JobError
 from weft.planner.advice.why_not import why_not
 from weft.planner.job_estimate import estimate_job
-from weft.planner.make_plan import start_plan
+from weft.planner.make_plan import make_plan, start_plan
 from weft.planner.search.candidates import Layouts
 from weft.planner.search.frontier import TIME_TOLERANCE
 from weft.planner.search.survey import survey
@@ -98,6 +98,19 @@ def _check(raw: Any, made: Any) -> None:
         asked = why_not(made, f"{axes} zero={plan.zero} microbatch={plan.microbatch}" if plan.dp_shard > 1 else axes)
         assert asked["verdict"] in ("as fast", "faster", "slower", "fits"), (raw, asked)
         assert asked["step_time_s"] <= output["step_time_s"] * (1 + TIME_TOLERANCE), (raw, asked)
+
+
+@pytest.mark.parametrize("device", ["cpu", "l40s"])
+def test_a_plan_is_the_layout_of_the_run(device: str) -> None:
+    """Also where shards would be a little faster than the replicas that runs on CPUs prefer."""
+    raw = {
+        "model": {"dim": 896, "layers": 14, "heads": 14, "kv_heads": 2, "ffn": 4864, "vocab": 151936, "tied": True},
+        "data": {"source": "synthetic", "seq_len": 128}, "train": {"global_batch": 3},
+        "cluster": {"device": device, "nodes": 1, "devices_per_node": 3, "memory_gib": 8 if device == "cpu" else None},
+    }  # fmt: skip
+    shown = survey(start_plan(parse_job(raw)), top=3, front=False).plan
+    assert (shown.layout(), shown.reasons) == ((run := make_plan(parse_job(raw))[1]).layout(), run.reasons)
+    assert device != "cpu" or shown.layout() == "dp_replicate 3"
 
 
 def test_runners_up_have_their_states_where_a_run_would_keep_them() -> None:

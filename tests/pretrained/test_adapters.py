@@ -95,7 +95,9 @@ def test_a_lora_run_is_exported(in_process: Callable[..., Output], tmp_path: Pat
     assert (adapted - whole).abs().max() < 1e-4
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
     tokenizer = transformers.AutoTokenizer.from_pretrained(run / "hf")
-    assert tokenizer.apply_chat_template(turns, tokenize=False) == "Hi\nYes</s>"  # that of data.template, not of the base
+    assert (
+        tokenizer.apply_chat_template(turns, tokenize=False) == "Hi\nYes</s>"
+    )  # that of data.template, not of the base
 
 
 def test_what_has_no_adapters_is_refused(in_process: Callable[..., Output], tmp_path: Path) -> None:

@@ -61,7 +61,11 @@ def write_checkpoint_folder(
     if template is not None:
         (out / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")
         if not (out / TOKENIZER_CONFIG).exists():
-            write_json(out / TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast"} | {key: text for key, text in template.tokens.items() if text})
+            write_json(
+                out / TOKENIZER_CONFIG,
+                {"tokenizer_class": "PreTrainedTokenizerFast"}
+                | {key: text for key, text in template.tokens.items() if text},
+            )
     if model.takes_tokens and not (out / GENERATION_CONFIG).exists():
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
         write_json(out / GENERATION_CONFIG, ids | {"_from_model_config": True})

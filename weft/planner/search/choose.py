@@ -52,10 +52,7 @@ def search_layout(
     search = LayoutSearch(space, estimator)
     if search.size == 0:
         return None
-    # on CPU ranks plain replicas are taken wherever they fit: sharding gains memory that one machine shares anyway
-    found = search.find(dp_shard=(1,)) if plan.device == "cpu" and job.parallel == "auto" else search.find()
-    if len(found) == 0:
-        found = search.find()
+    found = find_open(job, plan, search)
     if len(found) == 0:
         return keep_pinned(job, plan, found.smallest.plan(0, plan)), found, []
     return (
@@ -63,6 +60,16 @@ def search_layout(
         found,
         reasons(search, found, pinned=job.parallel != "auto"),
     )
+
+
+def find_open(job: Job, plan: Plan, search: LayoutSearch, top: int = 1, front: bool = False) -> SearchResult:
+    """The best layouts that the job leaves open. On CPU ranks plain replicas are taken wherever they fit: sharding gains
+    memory that one machine shares anyway."""
+    if plan.device == "cpu" and job.parallel == "auto":
+        found = search.find(top, front, dp_shard=(1,))
+        if len(found):
+            return found
+    return search.find(top, front)
 
 
 def keep_pinned(job: Job, plan: Plan, chosen: Plan) -> Plan:

@@ -22,7 +22,7 @@ from weft.planner.plan import Plan
 from weft.planner.rules.known_rules import RUNNABLE
 from weft.planner.search.branch_and_bound import LayoutSearch, SearchResult
 from weft.planner.search.candidates import Layouts
-from weft.planner.search.choose import keep_pinned, plan_space
+from weft.planner.search.choose import find_open, keep_pinned, plan_space
 from weft.planner.time.step import Estimates
 
 NODE_FRACTIONS = (1, 2, 4, 8)
@@ -112,7 +112,7 @@ def survey(
             f"no layout shares train.global_batch={job.train.global_batch} among {start.world} ranks; "
             f"a multiple of {start.world} would work"
         )
-    found = search.find(top, front)
+    found = find_open(job, plan, search, top, front)
     why = reasons(search, found, pinned=job.parallel != "auto") if len(found) else []
     winner = found.layouts if len(found) else found.smallest
     _, chosen = complete_or_advise(start, keep_pinned(job, plan, winner.plan(0, plan)), why, estimator)
@@ -190,7 +190,8 @@ def _front(made: Survey, calibration: Calibration) -> tuple[Point, ...]:
             found = made.found
         else:
             estimator = make_estimator(start.job, start.plan, start.world, start.device, start.memory_gib, calibration)
-            found = LayoutSearch(plan_space(start.job, start.plan, start.world), estimator).find()
+            search = LayoutSearch(plan_space(start.job, start.plan, start.world), estimator)
+            found = find_open(start.job, start.plan, search)
         if len(found):
             made_here = (placed(start, found, i) for i in _front_indices(found))
             points += [_point(start, found, *each) for each in made_here if each]
