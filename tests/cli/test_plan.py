@@ -132,9 +132,9 @@ EIGHT = ("cluster.nodes=1", "model=llama-1b")
             ("a model of 1 blocks, an embedding and a head cannot be cut",),
         ),
         (
-            (*EIGHT, "model.layers=1", "train.global_batch=5"),
+            (*EIGHT, "cluster.devices_per_node=7", "model.layers=1", "train.global_batch=5"),
             2,
-            ("train.global_batch=5 is not a multiple of the 8 data-parallel ranks; 8 would work",),
+            ("train.global_batch=5 is not a multiple of the 7 data-parallel ranks; 7 would work",),
         ),
         ((*EIGHT, "parallel.dp_shard=8", "train.steps=10"), 0, (" kWh, 0.",)),
         (

@@ -96,6 +96,17 @@ def test_the_rest_of_the_ranks(world: int, parallel: Any, layout: str) -> None:
     assert parallel != "auto" or world == 1 or plan.reasons
 
 
+@pytest.mark.parametrize(("recompute", "chunk"), [("auto", 16384), ("full", 16384), ("none", 0), ("selective", 0)])
+def test_chunks_that_the_job_leaves_open_follow_its_recompute(recompute: str, chunk: int) -> None:
+    """A pinned recompute was refused because of chunks that the planner had chosen itself."""
+    job = {
+        "model": {"family": "gpt2", "dim": 320, "layers": 1, "heads": 5, "vocab": 257},
+        "data": {"source": "synthetic", "seq_len": 131072}, "train": {"global_batch": 4},
+        "cluster": {"device": "h100-sxm", "nodes": 1, "devices_per_node": 4}, "memory": {"recompute": recompute},
+    }  # fmt: skip
+    assert make_plan(parse_job(job))[1].chunk == chunk
+
+
 def test_a_sequence_that_does_not_divide_stays_whole() -> None:
     def planned(seq_len: int, **parallel: Any) -> Plan:
         job = {"data": {"source": "synthetic", "seq_len": seq_len}, "parallel": {"tp": 2, **parallel}}

@@ -62,7 +62,8 @@ class Memory(Section):
     size."""
     chunk: int | Literal["auto"] = "auto"
     """Process the norms, projections and feed-forward layers of a block in chunks of this many tokens, and recompute
-    them chunk by chunk; 0 turns this off. auto is 0 up to 65,536 tokens per rank."""
+    them chunk by chunk; 0 turns this off. auto is 0 up to 65,536 tokens per rank, and where recompute
+    is neither auto nor full."""
     host_gib: float | None = Field(None, ge=0)
     """Host memory of a rank for offloaded states and activations. Default: 70 % of the machine's memory, or of the
     container's limit, divided by its ranks."""

@@ -20,9 +20,14 @@ HOST_SHARE = 0.7
 
 
 def chunk_tokens(job: Job, layouts: Layouts) -> Size:
-    """Tokens of a sequence that pass through a block's linear layers at once; 0: all of them."""
+    """Tokens of a sequence that pass through a block's linear layers at once; 0: all of them.
+
+    Chunks recompute, so auto takes none where the job sets a recompute of less.
+    """
     if job.memory.chunk != "auto":
         return np.full(len(layouts), job.memory.chunk)
+    if job.memory.recompute not in ("auto", "full"):
+        return np.zeros(len(layouts), np.int64)
     long = job.data.seq_len / layouts.cp > MAX_MICROBATCH_TOKENS
     if not attends(job) or job.model.first_blocks is not None or needs_whole_sequence(job):
         return np.zeros(len(layouts), np.int64)

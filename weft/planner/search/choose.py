@@ -63,7 +63,7 @@ def search_layout(
 
 
 def find_open(job: Job, plan: Plan, search: LayoutSearch, top: int = 1, front: bool = False) -> SearchResult:
-    """The best layouts that the job leaves open. On CPU ranks plain replicas are taken wherever they fit: sharding gains
+    """The best layouts that the job leaves open. On CPU ranks plain replicas are taken wherever they fit: shards save
     memory that one machine shares anyway."""
     if plan.device == "cpu" and job.parallel == "auto":
         found = search.find(top, front, dp_shard=(1,))
