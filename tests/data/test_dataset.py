@@ -205,6 +205,9 @@ class Rows(Tokens):
 class Unmasked(Tokens):
     def train(self, index):
         return {**super().train(index), "valid": np.array([True, True, True, index != 2])}
+class Pixels(Tokens):
+    def train(self, index): return {"inputs": np.full((3, 4, 4), 200, np.uint8), "targets": 1}
+NUMBER = 4
 def nothing(data): return None
 def fails(data): raise RuntimeError("no such bucket")
 """
@@ -305,6 +308,9 @@ def test_user_dataset_ranges(own):
         open_own("Shorter")
     with pytest.raises(JobError, match=r"shapes \[1, 2\], \[1, 2\] and \[1, 2\] for train\(0\)"):
         open_own("Rows")
+    model = {"family": "vit", "dim": 8, "layers": 1, "heads": 2, "vocab": 3, "image": [4, 4], "patch": 2}
+    with pytest.raises(JobError, match=r"gave inputs of int64 for train\(0\); the model takes floats: pixels"):
+        open_dataset(resolve(job(model=model, source="own_samples:Pixels")))
 
 
 @pytest.mark.parametrize(
@@ -324,6 +330,7 @@ def test_user_dataset_ranges(own):
             r"calling it with the data section raised RuntimeError: no such bucket .*own_samples\.py",
         ),
         ("own_samples:squares", "own_samples has no function or class 'squares'; did you mean own_samples:Squares"),
+        ("own_samples:NUMBER", "own_samples has no function or class 'NUMBER'$"),
         ("own_sample:Squares", "there is no module own_sample; write package.module:name"),
         ("own_broken:Squares", "importing it raised ModuleNotFoundError: No module named 'not_installed_anywhere'"),
     ],

@@ -68,6 +68,7 @@ def inject(session: Session) -> None:
     from weft.chaos.rank_faults import ACTIONS, VARIABLE, FaultyStepper, arm
 
     ACTIONS |= {"kill": _send(signal.SIGKILL), "stop": _send(signal.SIGSTOP), "supervisor": _kill_supervisor}
+    ACTIONS |= {"exit": lambda device: os._exit(0)}
     ACTIONS |= {f"launcher {s.name}": _send_to_launcher(s) for s in (signal.SIGKILL, *STOP_SIGNALS)}
     if "WEFT_MEMORY" in os.environ:
         Path(os.environ[VARIABLE]).with_name("memory.txt").write_text(os.environ["WEFT_MEMORY"], encoding="utf-8")

@@ -12,6 +12,7 @@ from helpers.self_faults import memory_of, write_orders
 
 from weft.checkpoint.format import list_checkpoints
 from weft.checkpoint.reader import load_full
+from weft.job.errors import Exit
 from weft.watch.journal import read_jsonl
 
 STEPS = 30
@@ -87,3 +88,10 @@ def test_single_rank_survives_a_kill(tmp_path: Path) -> None:
     recovered = [e for e in read_jsonl(run_of(tmp_path, "disk").events) if e["event"] == "recovered"]
     assert len(recovered) == 1 and recovered[0]["steps_lost"] <= 2
     _assert_same(tmp_path, "disk", "calm")
+
+
+def test_rank_that_exits_with_0_before_the_end_is_a_failure(tmp_path: Path) -> None:
+    write_job(tmp_path, **{**JOB, "train": {**JOB["train"], "steps": 5}})
+    result = run_with(tmp_path, {"kind": "exit", "rank": 1, "step": 2})
+    assert result.code == Exit.DIFFERS, result.err
+    assert "weft: rank 1 ended with exit code 0 in step 2, before the run was over; os._exit in code" in result.last

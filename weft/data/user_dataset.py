@@ -47,7 +47,7 @@ def open_user_dataset(job: Job) -> UserDataset:
         raise _user_code_error(data.source, "importing it", error) from error
     make = getattr(module, name, None)
     if not callable(make):
-        near = difflib.get_close_matches(name, [n for n in vars(module) if not n.startswith("_")], n=1)
+        near = difflib.get_close_matches(name, [n for n, v in vars(module).items() if callable(v)], n=1)
         hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
         raise JobError(f"data.source {data.source}: {module_name} has no function or class {name!r}{hint}")
     try:
@@ -184,6 +184,9 @@ class UserDataset:
         for key, needed in (("inputs", self._tokens), ("targets", self._classes and not shares)):
             if needed and not np.issubdtype(sample[key].dtype, np.integer):
                 raise self._refuse(f"gave {key} of {sample[key].dtype} for {where}; the model takes integers")
+        if self._patch_dim is not None and not np.issubdtype(sample["inputs"].dtype, np.floating):
+            raise self._refuse(f"gave inputs of {sample['inputs'].dtype} for {where}; the model takes floats: pixels "
+                               "are divided by 255, for example")  # fmt: skip
         shapes = [list(sample[key].shape) for key in ("inputs", "targets", "valid")] if self._per_token else []
         if shapes and (len(shapes[0]) != 1 or any(shape != shapes[0] for shape in shapes)):
             raise self._refuse(f"gave inputs, targets and valid of shapes {shapes[0]}, {shapes[1]} and {shapes[2]} for "

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from weft.hardware.network import use_loopback
-from weft.job.errors import MachineError
+from weft.job.errors import Exit, MachineError
 from weft.job.run_folder import RunDir
-from weft.supervisor.failure_report import remove_failures
+from weft.supervisor.failure_report import remove_failures, write_failure
 from weft.supervisor.fork_server import ForkedProcess, ForkServer, as_subreaper
 from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER, rank_module
 from weft.supervisor.memory_folder import memory_folder
@@ -164,11 +164,28 @@ class ProcessManager:
             process = self.slots.get(slot)
             if process is not None and (code := process.poll()) is not None:
                 self.signals.remove(self.slots.pop(slot))
+                code = self._early_exit(slot) if code == Exit.DONE else code
                 for name, value in (("want", 0), ("phase", PHASES.index("gone")), ("code", code)):
                     self.board.put(slot, name, value)
                 self.board.put(slot, "deaths", self.board.get(slot, "deaths") + 1)
             elif process is None and self.board.get(slot, "want"):
                 self._start_slot(slot)
+
+    def _early_exit(self, slot: int) -> int:
+        """The exit code of a rank that ended with 0: a failure, which is recorded, if the run was not over."""
+        record = self.board.record(slot)
+        if record.phase == "end" or record.rank < 0:
+            return int(Exit.DONE)
+        message = (
+            f"rank {record.rank} ended with exit code 0 in step {record.step + 1}, before the run was over; os._exit "
+            "in code of the job, or exit in C code, would do that"
+        )
+        cause = {
+            "rank": record.rank, "position": "", "time": time.time(), "kind": "SystemExit", "message": message,
+            "where": record.phase, "expected": True, "echo": False, "machine": False, "code": int(Exit.DIFFERS),
+        }  # fmt: skip
+        write_failure(self.run, record.rank, cause)
+        return int(Exit.DIFFERS)
 
     def _stop(self, code: int) -> None:
         """After a stop signal: ranks with steps to save end by themselves. Before the first step the run ends
