@@ -96,6 +96,7 @@ def test_names_of_other_libraries() -> None:
     ("raw", "message"),
     [
         ({"modle": {}}, "modle: unknown key; did you mean model?"),
+        ({"parallel": {"pp:7": None}}, "parallel.pp:7: unknown key; YAML needs a space after the colon: pp: 7"),
         ({"train": {"step": 3}}, "train.step: unknown key; did you mean train.steps?"),
         ({"model": {"rope_scaling": {"fctor": 2}}},
          "model.rope_scaling.fctor: unknown key; did you mean model.rope_scaling.factor?"),

@@ -184,6 +184,9 @@ def _suggest(key: str, job: type[BaseModel]) -> str:
     if section and named not in known:
         named = named.rpartition(".")[0]  # nor the name of one in a mapping, as in model.loss.label
     siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == named]
+    name, colon, value = last.partition(":")
+    if colon and name in siblings:
+        return f"; YAML needs a space after the colon: {name}: {value}"
     elsewhere = [k for k in known if k.rpartition(".")[2] == last]
     near = difflib.get_close_matches(last, siblings, n=1, cutoff=0.8 if elsewhere else 0.6)
     if near:
