@@ -136,6 +136,19 @@ EIGHT = ("cluster.nodes=1", "model=llama-1b")
             2,
             ("train.global_batch=5 is not a multiple of the 7 data-parallel ranks; 7 would work",),
         ),
+        (
+            (
+                "cluster.nodes=3",
+                "cluster.devices_per_node=4",
+                "data.seq_len=1",
+                "train.global_batch=24",
+                "model={family: llama, dim: 14336, layers: 24, heads: 56, kv_heads: 4, vocab: 1000003, ffn: 4097}",
+                "optim.name=muon",
+                "precision=fp32",
+            ),
+            3,
+            ("no layout fits: the smallest, pp 2",),  # it was refused for its own choice of recompute and schedule
+        ),
         ((*EIGHT, "parallel.dp_shard=8", "train.steps=10"), 0, (" kWh, 0.",)),
         (
             (*EIGHT, "data.seq_len=262144", "--explain", "memory"),

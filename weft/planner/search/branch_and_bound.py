@@ -179,13 +179,18 @@ def _open_rows(space: Space, estimator: Estimator, rows: Columns, kept: BestLayo
     layouts = layouts_of(space, expand(space, rows))
     parts = [slice(a, a + CHUNK) for a in range(0, len(layouts), CHUNK)]
     times = np.concatenate([np.array([]), *(estimator.estimate_time(layouts.take(p)).step_time_s for p in parts)])
-    selective = layouts.recompute == RECOMPUTES.index("selective")
-    times[selective & SPLITS[layouts.schedule] & (layouts.pp > 1)] = np.inf  # a split backward passes a block twice
+    times[_impossible(layouts)] = np.inf
     peaks = np.full(len(layouts), np.inf)
     _weigh(estimator, layouts, times, peaks, kept)
     if space.by_block and space.recompute[-1] == "full" and space.recompute[0] != "full":
         _some_blocks(space, estimator, layouts, times, peaks, kept)
     return len(layouts)
+
+
+def _impossible(layouts: Layouts) -> NDArray[np.bool_]:
+    """Selective recompute keeps outputs for one backward pass of a block, and a split one passes it twice."""
+    selective = layouts.recompute == RECOMPUTES.index("selective")
+    return np.asarray(selective & SPLITS[layouts.schedule] & (layouts.pp > 1))
 
 
 def _weigh(
@@ -261,7 +266,7 @@ def _smallest(
         layouts = layouts_of(space, expand(space, {key: array[lowest] for key, array in rows.items()}))
         if len(layouts) == 0:  # no schedule makes so many stages
             continue
-        real = estimator.peak_gib(layouts)
+        real = np.where(_impossible(layouts), np.inf, estimator.peak_gib(layouts))
         at = int(np.argmin(real))
         if real[at] < least:
             best, least = layouts.take([at]), float(real[at])
