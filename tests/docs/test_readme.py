@@ -194,6 +194,11 @@ def test_rows_of_tables_are_whole(page):
         assert all(row.endswith("|") for row in (first, *rest)), f"a row of {first} goes on in the next line"
 
 
+def test_the_number_of_published_families_is_that_of_the_table():
+    rows = re.findall(r"^\| .* \| (`\w+`) \| `\w+` \|$", text_of("pretrained"), re.MULTILINE)
+    assert f"published weights of {len(set(rows))} families" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_every_page_of_docs_is_in_the_index():
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     assert all(f"({p.name})" in index for p in (ROOT / "docs").glob("*.md") if p.name != "README.md")
