@@ -202,9 +202,9 @@ def test_wrong_use(command: Command, run: RunDir, args: tuple[str, ...], message
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("export", "tiny", "--out", "text/model.safetensors"), "weft: File exists: text"),
-        (("train", "job.yaml", "runs_dir=text"), "weft: File exists: text"),
-        (("train", "job.yaml", "runs_dir=/proc/nowhere"), "weft: No such file or directory: /proc/nowhere"),
+        (("export", "tiny", "--out", "text/model.safetensors"), "weft: text: File exists"),
+        (("train", "job.yaml", "runs_dir=text"), "weft: text: File exists"),
+        (("train", "job.yaml", "runs_dir=/proc/nowhere"), "weft: /proc/nowhere: No such file or directory"),
         (("data", "build", "text", "--out", "text/store"), "weft: "),
         (
             ("train", "job.yaml", "cluster.device=h100", "train.global_batch=8"),

@@ -8,7 +8,8 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 import typer
@@ -124,17 +125,16 @@ def main() -> None:
             code = make_app("".join(sys.argv[1:2]))(prog_name="weft", standalone_mode=not as_json) or code
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        stdout.flush()
+        with suppress(SystemExit):
+            stdout.flush()
     except WeftError as error:
         code, text = int(error.exit_code), str(error)
     except KeyboardInterrupt:
         code = int(Exit.INTERRUPTED)
     except MemoryError:
         code, text = int(Exit.MACHINE), "memory ran out"
-    except BrokenPipeError:
-        flush_or_discard(stdout)
     except OSError as error:
-        flush_or_discard(stdout)
+        flush_or_discard(stdout.stream)
         code, text = int(Exit.MACHINE), describe_file_error(error)
     except Exception as error:  # with --json, a mistake in the arguments arrives as an exception of click
         if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
@@ -172,7 +172,21 @@ class _CountedOutput:
 
     def write(self, text: str) -> int:
         self.written = True
-        return int(self.stream.write(text))
+        with self._ends_if_nobody_reads():
+            return int(self.stream.write(text))
+
+    def flush(self) -> None:
+        with self._ends_if_nobody_reads():
+            self.stream.flush()
+
+    @contextmanager
+    def _ends_if_nobody_reads(self) -> Iterator[None]:
+        """End the command as if it were done when a reader such as head has closed the pipe."""
+        try:
+            yield
+        except BrokenPipeError:
+            flush_or_discard(self.stream)
+            raise SystemExit(0) from None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
