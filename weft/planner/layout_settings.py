@@ -42,10 +42,11 @@ def pin_degrees(given: Parallel, plan: Plan, world: int, experts: Experts | None
     product, words = asked_ranks(degrees)
     if rest:
         if world % product:
-            near = [d for d in divisors(world) if d <= product]
+            below = max(d for d in divisors(world) if d < product)
+            near = " or ".join(str(d) for d in (below, *[d for d in divisors(world) if d > product][:1]))
             raise JobError(
                 f"parallel asks for {words} = {product} ranks, which does not divide the {world} there are; "
-                f"a product of {near[-1]} would work, or {-(-world // product) * product} ranks (--nproc)"
+                f"a product of {near} would work, or {-(-world // product) * product} ranks (--nproc)"
             )
         degrees[rest[0]] = world // product
     elif product != world:

@@ -69,8 +69,8 @@ def refused(world: int | None = None, **job: Any) -> str:
          "parallel asks for dp_replicate 2 × dp_shard 2 × tp 2 = 8 ranks, but there are 4; set one axis to -1 for the "
          "rest, or start 8 ranks (--nproc 8)"),
         (4, {"parallel": {"dp_shard": 3, "tp": -1}},
-         "parallel asks for dp_shard 3 = 3 ranks, which does not divide the 4 there are; a product of 2 would work, "
-         "or 6 ranks (--nproc)"),
+         "parallel asks for dp_shard 3 = 3 ranks, which does not divide the 4 there are; a product of 2 or 4 would "
+         "work, or 6 ranks (--nproc)"),
         (4, {"parallel": {"dp_shard": -1, "tp": -1}},
          "parallel.dp_shard and parallel.tp are both -1; only one axis can take the rest"),
         (2, {"model": "own:Net", "parallel": {"cp": 2}},
