@@ -1,6 +1,7 @@
 """Token stores: damage is recognised and reported."""
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -23,6 +24,11 @@ def whole(tmp_path_factory):
 @pytest.fixture
 def store(whole, tmp_path):
     return shutil.copytree(whole, tmp_path / "store")
+
+
+def make_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
 
 
 def change_meta(store, **fields):
@@ -61,6 +67,7 @@ def test_complete_store_opens(store):
         (lambda s: (s / "docs.bin").write_bytes(b""), "docs.bin has 0 bytes"),
         (lambda s: flip(s / "tokenizer.json"), "tokenizer.json does not have the checksum"),
         (lambda s: (s / "tokenizer.json").unlink(), "tokenizer.json is missing"),
+        (lambda s: make_pipe(s / "tokenizer.json"), "tokenizer.json is not a regular file"),
         (lambda s: (s / "meta.json").write_bytes((s / "meta.json").read_bytes()[:99]), "meta.json is not JSON"),
         (lambda s: (s / "meta.json").write_text("{"), "meta.json is not JSON"),
         (lambda s: (s / "meta.json").write_bytes(b"\xff\xfe"), "meta.json is not JSON"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import stat
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,6 +123,9 @@ def sampled_crc32(path: Path, size: int, blocks: int, value: int = 0) -> int:
 
 def _size(path: Path, name: str) -> int:
     try:
-        return os.path.getsize(path / name)
+        status = (path / name).stat()
     except OSError:
         raise damaged(path, f"{name} is missing") from None
+    if not stat.S_ISREG(status.st_mode):  # a named pipe would block
+        raise damaged(path, f"{name} is not a regular file")
+    return status.st_size
