@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from weft.job import parse_job
 from weft.mesh import connect
-from weft.models import attention
-from weft.models.attention import KERNELS, attend, attend_backward, find_kernel
+from weft.models import attention_kernels
+from weft.models.attention_kernels import KERNELS, Limits, attend, attend_backward, find_kernel
 from weft.planner import make_plan
 from weft.training.build import build_state
 from weft.training.step import Stepper
@@ -33,22 +33,22 @@ def kernels() -> None:
         sizes = (heads, kv, kv, heads)
         q, k, v, dout = (torch.randn((2, LENGTH, n, width), device=DEVICE, dtype=torch.bfloat16) for n in sizes)
         for kernel in KERNELS[DEVICE]:
-            right = attention._agrees(kernel, DEVICE, torch.bfloat16, width, heads // kv)
+            right = attention_kernels._agrees(kernel, DEVICE, torch.bfloat16, width, heads // kv)
             print(f"kernel {kernel.name:6} head_dim {width} heads {heads}/{kv}: {'agrees' if right else 'WRONG'}")
             if not right:
                 try:
-                    out, lse = kernel.forward(q, k, v, True, None)
-                    kernel.backward(dout, q, k, v, out, lse, True, None)
+                    out, lse = kernel.forward(q, k, v, Limits(True))
+                    kernel.backward(dout, q, k, v, out, lse, Limits(True))
                 except Exception as error:
                     print("   ", type(error).__name__, str(error)[:300])
-        ahead = attend(q, k, v, True, None)
-        whole = (*ahead, *attend_backward(dout, q, k, v, *ahead, True, None))
-        attention.MAX_KERNEL_ELEMENTS = q.numel() // 4
-        ahead = attend(q, k, v, True, None)
-        parts = (*ahead, *attend_backward(dout, q, k, v, *ahead, True, None))
-        attention.MAX_KERNEL_ELEMENTS = 1 << 29
+        ahead = attend(q, k, v, Limits(True))
+        whole = (*ahead, *attend_backward(dout, q, k, v, *ahead, Limits(True)))
+        attention_kernels.MAX_KERNEL_ELEMENTS = q.numel() // 4
+        ahead = attend(q, k, v, Limits(True))
+        parts = (*ahead, *attend_backward(dout, q, k, v, *ahead, Limits(True)))
+        attention_kernels.MAX_KERNEL_ELEMENTS = 1 << 29
         worst = max(difference(a, b) for a, b in zip(whole, parts, strict=True))
-        print(f"by {find_kernel(q, k, False).name}: heads in groups differ by {worst:.1e}")
+        print(f"by {find_kernel(q, k, Limits(True)).name}: heads in groups differ by {worst:.1e}")
 
 
 def difference(a: Tensor, b: Tensor) -> float:

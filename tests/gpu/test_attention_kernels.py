@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.models import attention as module
-from weft.models.attention import (
+from weft.models import attention_kernels as module
+from weft.models.attention import TokenInfo, attention
+from weft.models.attention_kernels import (
     KERNELS,
     REFERENCE,
-    Docs,
-    TokenInfo,
+    Limits,
     attend,
     attend_backward,
-    attention,
     find_kernel,
     merge,
 )
+from weft.models.attention_sinks import attention_with_sinks
 
 DEVICE = "cuda"
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -39,19 +39,17 @@ def close(found: Tensor, right: Tensor, dtype: torch.dtype) -> None:
     assert float((found - right).norm()) <= TOLERANCE[dtype] * float(right.norm()) + 1e-7 * found.numel()
 
 
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool, docs: Docs | None = None
-) -> tuple[Tensor, ...]:
+def reference(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, limits: Limits) -> tuple[Tensor, ...]:
     """Output, log-sum-exp and gradients in fp32."""
     q, k, v, dout = (t.float() for t in (q, k, v, dout))
-    out, lse = REFERENCE.forward(q, k, v, causal, docs)
-    return out, lse, *REFERENCE.backward(dout, q, k, v, out, lse, causal, docs)
+    out, lse = REFERENCE.forward(q, k, v, limits)
+    return out, lse, *REFERENCE.backward(dout, q, k, v, out, lse, limits)
 
 
 def test_fast_kernels_are_available() -> None:
     """cuDNN and flash run here and agree with the reference; else `attend` would silently be slow."""
     q, k, *_ = make(256, 256, torch.bfloat16)
-    assert find_kernel(q, k, masked=False).name == KERNELS["cuda"][0].name
+    assert find_kernel(q, k, Limits(True)).name == KERNELS["cuda"][0].name
     for kernel in KERNELS["cuda"]:
         assert kernel is REFERENCE or module._agrees(kernel, DEVICE, torch.bfloat16, 64, 2), kernel.name
 
@@ -66,11 +64,11 @@ def test_kernels(
 ) -> None:
     q, k, v, dout = make(length, length, dtype, head_dim, heads=2 * group)
     if length == 1 and not kernel.single:
-        assert find_kernel(q, k, masked=False).single
+        assert find_kernel(q, k, Limits(True)).single
         return
-    out, lse = kernel.forward(q, k, v, causal, None)
-    found = (out, lse, *kernel.backward(dout, q, k, v, out, lse, causal, None))
-    for mine, right in zip(found, reference(q, k, v, dout, causal), strict=True):
+    out, lse = kernel.forward(q, k, v, Limits(causal))
+    found = (out, lse, *kernel.backward(dout, q, k, v, out, lse, Limits(causal)))
+    for mine, right in zip(found, reference(q, k, v, dout, Limits(causal)), strict=True):
         close(mine, right, dtype)
 
 
@@ -81,21 +79,21 @@ def test_attend_takes_any_shape(queries: int, keys: int, head_dim: int, dtype: t
     """`attend` finds a kernel for every shape and dtype; blocks that are not square are not causal."""
     q, k, v, dout = make(queries, keys, dtype, head_dim)
     causal = queries == keys
-    out, lse = attend(q, k, v, causal, None)
-    found = (out, lse, *attend_backward(dout, q, k, v, out, lse, causal, None))
-    for mine, right in zip(found, reference(q, k, v, dout, causal), strict=True):
+    out, lse = attend(q, k, v, Limits(causal))
+    found = (out, lse, *attend_backward(dout, q, k, v, out, lse, Limits(causal)))
+    for mine, right in zip(found, reference(q, k, v, dout, Limits(causal)), strict=True):
         close(mine, right, dtype)
 
 
 def test_groups_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors too large for a kernel's 32-bit offsets are computed in groups of heads."""
     q, k, v, dout = make(256, 256, torch.bfloat16, heads=8, kv=4)
-    whole = attend(q, k, v, True, None)
+    whole = attend(q, k, v, Limits(True))
     monkeypatch.setattr(module, "MAX_KERNEL_ELEMENTS", q.numel() // 4)
-    out, lse = attend(q, k, v, True, None)
+    out, lse = attend(q, k, v, Limits(True))
     close(out, whole[0], torch.bfloat16)
-    found = (out, lse, *attend_backward(dout, q, k, v, out, lse, True, None))
-    for mine, right in zip(found, reference(q, k, v, dout, True), strict=True):
+    found = (out, lse, *attend_backward(dout, q, k, v, out, lse, Limits(True)))
+    for mine, right in zip(found, reference(q, k, v, dout, Limits(True)), strict=True):
         close(mine, right, torch.bfloat16)
 
 
@@ -105,13 +103,13 @@ def test_documents(causal: bool, dtype: torch.dtype) -> None:
     """Tokens attend within their document, in `attend` and in the attention of a whole sequence, with gradients."""
     q, k, v, dout = make(130, 130, dtype)
     ids = (torch.arange(130, device=DEVICE) // 37).expand(2, -1)
-    right = reference(q, k, v, dout, causal, (ids, ids))
-    out, lse = attend(q, k, v, causal, (ids, ids))
+    right = reference(q, k, v, dout, Limits(causal, (ids, ids)))
+    out, lse = attend(q, k, v, Limits(causal, (ids, ids)))
     for mine, exact in zip(
-        (out, lse, *attend_backward(dout, q, k, v, out, lse, causal, (ids, ids))), right, strict=True
+        (out, lse, *attend_backward(dout, q, k, v, out, lse, Limits(causal, (ids, ids)))), right, strict=True
     ):
         close(mine, exact, dtype)
-    for docs, wanted in ((ids, right), (None, reference(q, k, v, dout, causal))):
+    for docs, wanted in ((ids, right), (None, reference(q, k, v, dout, Limits(causal)))):
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
         y = attention(*leaves, causal, TokenInfo(None, docs, None, torch.arange(130, device=DEVICE), 130))
         for mine, exact in zip((y, *torch.autograd.grad(y, leaves, dout)), (wanted[0], *wanted[2:]), strict=True):
@@ -122,30 +120,78 @@ def test_queries_without_keys() -> None:
     """A query that sees no key gives 0 and a log-sum-exp of -inf, and does not change what it is merged with."""
     q, k, v, _ = make(16, 24, torch.bfloat16)
     docs = (torch.zeros(2, 16, dtype=torch.int64, device=DEVICE), torch.ones(2, 24, dtype=torch.int64, device=DEVICE))
-    out, lse = attend(q, k, v, False, docs)
+    out, lse = attend(q, k, v, Limits(False, docs))
     assert not out.any() and bool((lse == float("-inf")).all())
-    other, other_lse = attend(q, k, v, False, None)
+    other, other_lse = attend(q, k, v, Limits(False))
     merged, total = merge(out.float(), lse, other, other_lse)
     assert torch.equal(merged, other.float()) and torch.equal(total, other_lse)
 
 
 def test_blocks_merge_to_the_whole() -> None:
     q, k, v, dout = make(96, 256, torch.bfloat16)
-    right = reference(q, k, v, dout, False)
+    right = reference(q, k, v, dout, Limits(False))
     out, lse = None, None
     for a in range(0, 256, 64):
-        y, log = attend(q, k[:, a : a + 64], v[:, a : a + 64], False, None)
+        y, log = attend(q, k[:, a : a + 64], v[:, a : a + 64], Limits(False))
         out, lse = (y.float(), log) if out is None or lse is None else merge(out, lse, y, log)
     assert out is not None and lse is not None
     close(out, right[0], torch.bfloat16)
     close(lse, right[1], torch.bfloat16)
 
 
-def test_compiled() -> None:
+WINDOWS = [
+    (256, 256, Limits(True, window=1)), (256, 256, Limits(True, window=70)), (199, 199, Limits(True, window=128)),
+    (256, 256, Limits(False, window=300, offset=256)), (256, 256, Limits(False, window=40, offset=256)),
+    (77, 256, Limits(False, window=300, offset=256)), (77, 256, Limits(False, window=9, offset=256)),
+    (256, 256, Limits(False, window=1000, offset=1024)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("head_dim", [64, 72, 256])
+def test_windows(dtype: torch.dtype, head_dim: int) -> None:
+    """Sliding windows in square blocks and in blocks whose keys are before the queries."""
+    for queries, keys, limits in WINDOWS:
+        q, k, v, dout = make(queries, keys, dtype, head_dim)
+        rows, seen = limits.seen(queries, keys)
+        if dtype != torch.float32 and head_dim == 64:
+            assert find_kernel(q[:, :rows], k[:, seen:], limits.starting_at(rows, seen)).name == "flash"
+        out, lse = attend(q, k, v, limits)
+        found = (out, lse, *attend_backward(dout, q, k, v, out, lse, limits))
+        for mine, right in zip(found, reference(q, k, v, dout, limits), strict=True):
+            assert torch.equal(mine == float("-inf"), right == float("-inf")), limits
+            close(mine.nan_to_num(neginf=0.0), right.nan_to_num(neginf=0.0), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_whole_sequences_with_windows(dtype: torch.dtype, sinks: bool) -> None:
+    q, k, v, dout = make(200, 200, dtype)
+    scores = torch.linspace(-1, 1, 4, device=DEVICE) if sinks else None
+    info = TokenInfo(None, None, None, torch.arange(200, device=DEVICE), 200, window=33, sinks=scores)
+    function = attention_with_sinks if sinks else attention
+    made = []
+    for kind in (dtype, torch.float32):
+        leaves = [t.to(kind).requires_grad_() for t in (q, k, v)]
+        if sinks:
+            assert scores is not None
+            leaves.append(scores.clone().requires_grad_())
+            info = info._replace(sinks=leaves[-1])
+        y = function(*leaves[:3], True, info)
+        made.append((y, *torch.autograd.grad(y, leaves, dout.to(kind))))
+    for mine, exact in zip(*made, strict=True):
+        close(mine, exact, dtype)
+    if not sinks:
+        for mine, exact in zip(made[0][1:], reference(q, k, v, dout, Limits(True, window=33))[2:], strict=True):
+            close(mine, exact, dtype)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_compiled(window: int | None) -> None:
     q, k, v, dout = make(256, 256, torch.bfloat16)
-    info = TokenInfo(None, None, None, torch.arange(256, device=DEVICE), 256)
+    info = TokenInfo(None, None, None, torch.arange(256, device=DEVICE), 256, window=window)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     y = torch.compile(attention, fullgraph=True)(*leaves, True, info)
-    right = reference(q, k, v, dout, True)
+    right = reference(q, k, v, dout, Limits(True, window=window))
     for mine, exact in zip((y, *torch.autograd.grad(y, leaves, dout)), (right[0], *right[2:]), strict=True):
         close(mine, exact, torch.bfloat16)

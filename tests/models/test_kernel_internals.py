@@ -7,14 +7,20 @@ import torch
 from weft.models import kernel_internals as internals
 
 ARGUMENTS = {
-    "cudnn_attention": 8, "cudnn_attention_backward": 15, "flash_attention": 6, "flash_attention_backward": 14,
+    "cudnn_attention": 8, "cudnn_attention_backward": 15, "flash_attention": 10, "flash_attention_backward": 14,
 }  # fmt: skip
 
 
 def test_attention_operators_take_as_many_arguments() -> None:
     for name, count in ARGUMENTS.items():
         schema = getattr(internals, name).default._schema
-        assert len(schema.arguments) >= count, f"torch changed {schema.name}: adapt weft/models/attention.py"
+        assert len(schema.arguments) >= count, f"torch changed {schema.name}: adapt weft/models/attention_kernels.py"
+
+
+def test_flash_takes_windows() -> None:
+    for name in ("flash_attention", "flash_attention_backward"):
+        names = {a.name for a in getattr(internals, name).default._schema.arguments}
+        assert {"scale", "window_size_left", "window_size_right"} <= names, "adapt weft/models/attention_kernels.py"
 
 
 def test_products_exist() -> None:

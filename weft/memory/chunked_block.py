@@ -15,26 +15,30 @@ import torch
 from torch import Tensor, nn
 
 from weft.memory.host_offload import HostOffload
-from weft.models.attention import Grads, TokenInfo, attend, attend_backward
+from weft.models.attention import TokenInfo
+from weft.models.attention_kernels import Grads, attend, attend_backward
+from weft.models.attention_sinks import add_sinks, sinks_gradient
 
 Kept = tuple[Tensor, Tensor]
 
 
 class AttentionCore(Protocol):
-    """Attention with an explicit backward pass."""
+    """Attention with an explicit backward pass: gradients of queries, keys and values, and of sinks."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, info: TokenInfo) -> tuple[Tensor, Kept]: ...
     def again(self, kept: Kept) -> Tensor: ...
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Kept, causal: bool, info: TokenInfo
-    ) -> Grads: ...
+    ) -> tuple[Grads, Tensor | None]: ...
 
 
 class LocalAttention:
     """All tokens on this device."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, info: TokenInfo) -> tuple[Tensor, Kept]:
-        out, lse = attend(q, k, v, causal, _docs(info))
+        out, lse = attend(q, k, v, info.limits(causal))
+        if info.sinks is not None:
+            out, lse = add_sinks(out, lse, info.sinks)
         return out, (out, lse)
 
     def again(self, kept: Kept) -> Tensor:
@@ -42,12 +46,9 @@ class LocalAttention:
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Kept, causal: bool, info: TokenInfo
-    ) -> Grads:
-        return attend_backward(dout, q, k, v, *kept, causal, _docs(info))
-
-
-def _docs(info: TokenInfo) -> tuple[Tensor, Tensor] | None:
-    return None if info.docs is None else (info.docs, info.docs)
+    ) -> tuple[Grads, Tensor | None]:
+        dsinks = None if info.sinks is None else sinks_gradient(dout, *kept, info.sinks)
+        return attend_backward(dout, q, k, v, *kept, info.limits(causal)), dsinks
 
 
 def run_in_chunks(block: nn.Module, core: AttentionCore | None, chunk: int, cut: int, offload: HostOffload) -> None:
@@ -75,7 +76,7 @@ class _ChunkedBlock:
 
     def run(self, x: Tensor, info: TokenInfo) -> tuple[Tensor, Kept]:
         q, k, v = self.project(x, info)
-        y, kept = self.core.forward(q, k, v, self.causal, info)
+        y, kept = self.core.forward(q, k, v, self.causal, self.block.attn.limited(info))
         del q, k, v
         out = torch.empty_like(x)
         for part in self.parts(x):
@@ -118,7 +119,11 @@ class _ChunkedBlock:
         del dout, y
         with torch.no_grad():
             q, k, v = self.project(x, info)
-            each = self.core.backward(dy, q, k, v, (kept[0], kept[1]), self.causal, info)
+            with torch.enable_grad():
+                limited = self.block.attn.limited(info)
+            each, dsinks = self.core.backward(dy, q, k, v, (kept[0], kept[1]), self.causal, limited)
+        if dsinks is not None:
+            _add(total, torch.autograd.grad(limited.sinks, parameters, dsinks, allow_unused=True))
         del q, k, v, dy
         kept.clear()
         for part in self.parts(x):

@@ -81,11 +81,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, info: TokenInfo) -> Tensor:
         q, k, v = self.project(x, info)
+        return self.output(self.core(q, k, v, self.causal, self.limited(info)))
+
+    def limited(self, info: TokenInfo) -> TokenInfo:
+        """With this layer's window and sinks."""
         if self.window is not None:
             info = info._replace(window=self.window)
-        if self.sinks is not None:
-            info = info._replace(sinks=self.sinks())
-        return self.output(self.core(q, k, v, self.causal, info))
+        return info if self.sinks is None else info._replace(sinks=self.sinks())
 
     def output(self, y: Tensor) -> Tensor:
         """The output layer, from the output of the core [batch, seq, heads, head_dim]."""

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.comm.shards import local_of
-from weft.models.attention import TokenInfo, attend, attend_backward, attention_mask
+from weft.models.attention import TokenInfo, attention_mask
+from weft.models.attention_kernels import Limits, attend, attend_backward
 
 
 class AttentionSinks(nn.Module):
@@ -39,32 +40,41 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tenso
 
 @torch.compiler.disable
 def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, causal: bool, info: TokenInfo) -> Tensor:
-    """All tokens on this device: by the kernels that return the log-sum-exp, unless a mask limits the attention."""
+    """All tokens on this device: by the kernels that return the log-sum-exp, unless documents limit the attention."""
     assert info.sinks is not None
-    if (mask := attention_mask(q, causal, info)) is not None:
+    if info.docs is not None:
+        mask = attention_mask(q, causal, info)
+        assert mask is not None
         return masked_attention(q, k, v, mask, info.sinks)
-    out: Tensor = _SinkAttention.apply(q, k, v, info.sinks, causal)
+    out: Tensor = _SinkAttention.apply(q, k, v, info.sinks, info.limits(causal))
     return out
 
 
-class _SinkAttention(torch.autograd.Function):
-    """A sink adds to the log-sum-exp and nothing to the output. The backward pass of a kernel takes both as they are;
-    the gradient of the sink's score is its probability times the change of the output, whose value is 0."""
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """The output and log-sum-exp with sinks, from those without: a sink adds to the log-sum-exp and nothing to the
+    output. The backward pass of a kernel takes both as they are."""
+    total = torch.logaddexp(lse, sinks.float().view(1, -1, 1))  # [batch, heads, queries]
+    return (out * (lse - total).exp().transpose(1, 2).unsqueeze(-1)).to(out.dtype), total
 
+
+def sinks_gradient(dout: Tensor, out: Tensor, total: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of a sink's score is its probability times the change of the output, whose value is 0."""
+    change = (dout.float() * out.float()).sum(-1).transpose(1, 2)  # [batch, heads, queries]
+    share = (sinks.float().view(1, -1, 1) - total).exp()
+    return -(share * change).sum((0, 2)).to(sinks.dtype)
+
+
+class _SinkAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, causal: bool) -> Tensor:
-        out, lse = attend(q, k, v, causal, None)
-        total = torch.logaddexp(lse, sinks.float().view(1, -1, 1))  # [batch, heads, queries]
-        out = (out * (lse - total).exp().transpose(1, 2).unsqueeze(-1)).to(q.dtype)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, limits: Limits) -> Tensor:
+        out, total = add_sinks(*attend(q, k, v, limits), sinks)
         ctx.save_for_backward(q, k, v, sinks, out, total)
-        ctx.causal = causal
+        ctx.limits = limits
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, total = ctx.saved_tensors
         dout = grads[0].contiguous()
-        change = (dout.float() * out.float()).sum(-1).transpose(1, 2)  # [batch, heads, queries]
-        share = (sinks.float().view(1, -1, 1) - total).exp()
-        dsinks = -(share * change).sum((0, 2)).to(sinks.dtype)
-        return *attend_backward(dout, q, k, v, out, total, ctx.causal, None), dsinks, None
+        dsinks = sinks_gradient(dout, out, total, sinks)
+        return *attend_backward(dout, q, k, v, out, total, ctx.limits), dsinks, None

@@ -12,8 +12,8 @@ from torch import Tensor
 # torch's public attention function returns no log-sum-exp and chooses the kernel itself
 cudnn_attention: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
 cudnn_attention_backward: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention
-flash_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
+flash_attention: Any = torch.ops.aten._flash_attention_forward
+flash_attention_backward: Any = torch.ops.aten._flash_attention_backward
 
 
 def fp8_mm(a: Tensor, b: Tensor, unscale_a: Tensor, unscale_b: Tensor, out: torch.dtype, fast: bool) -> Tensor:

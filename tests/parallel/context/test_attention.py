@@ -16,7 +16,9 @@ from weft.comm.shards import local_of
 from weft.data.loader import to_device
 from weft.launch.rank_pool import RankPool
 from weft.mesh import connect
-from weft.models.attention import REFERENCE, TokenInfo, attend, attend_backward, attention, merge
+from weft.models.attention import TokenInfo
+from weft.models.attention_kernels import REFERENCE, Limits, attend, attend_backward, merge
+from weft.models.attention_layer import _attention
 from weft.parallel.context.context_attention import Context
 from weft.parallel.context.sequence_split import SequenceSplit
 from weft.planner import make_plan
@@ -26,14 +28,17 @@ from weft.planner.time.context import attentions, choose_style, context_bytes
 from weft.verify.prove import with_layout
 
 Case = dict[str, Any]
-BASE: Case = {"group": 1, "causal": True, "length": 16, "heads": 4, "kv": 4, "docs": None, "dtype": torch.float32}
+BASE: Case = {"group": 1, "causal": True, "length": 16, "heads": 4, "kv": 4, "docs": None, "window": None,
+              "sinks": False, "dtype": torch.float32}  # fmt: skip
 PACKED = [0, 0, 0, 0, 1, 1, 2, 3, 3, 3, 3, 3, 3, 3, 3, 4, 4, 4]
 CASES: list[Case] = [
     {**BASE, **changes}
     for changes in (
         {}, {"causal": False}, {"kv": 2}, {"kv": 1, "length": 13}, {"causal": False, "length": 9, "kv": 2},
         {"docs": PACKED, "length": 18}, {"docs": PACKED, "length": 18, "causal": False}, {"length": 3},
-        {"dtype": torch.bfloat16, "kv": 2, "length": 40},
+        {"dtype": torch.bfloat16, "kv": 2, "length": 40}, {"window": 1, "length": 21}, {"window": 3, "kv": 2},
+        {"window": 11, "length": 37}, {"window": 5, "docs": PACKED, "length": 18}, {"sinks": True, "length": 13},
+        {"window": 7, "sinks": True, "length": 37, "kv": 2}, {"window": 4, "sinks": True, "docs": PACKED, "length": 18},
     )
 ]  # fmt: skip
 
@@ -60,8 +65,10 @@ def compare(cases: list[Case]) -> list[dict[str, Any]]:
     for case in cases:
         (q, k, v, dout), docs = draw(case)
         length = case["length"]
-        full = [t.float().requires_grad_() for t in (q, k, v)]
-        y = attention(*full, case["causal"], TokenInfo(None, docs, None, torch.arange(length), length))
+        sinks = torch.linspace(-1, 1, case["heads"]).requires_grad_() if case["sinks"] else None
+        full = [*(t.float().requires_grad_() for t in (q, k, v)), *([] if sinks is None else [sinks])]
+        info = TokenInfo(None, docs, None, torch.arange(length), length, window=case["window"], sinks=sinks)
+        y = _attention(*full[:3], case["causal"], info)
         right = [y.detach(), *torch.autograd.grad(y, full, dout.float())]
         cut = SequenceSplit.of(plan_of(axis.size, case), axis.rank)
         rows = cut.rows(length)
@@ -69,20 +76,21 @@ def compare(cases: list[Case]) -> list[dict[str, Any]]:
         axis.bytes.clear()
         context = Context(axis, cut)
         mine = [t[:, rows.clamp(max=length - 1)].requires_grad_() for t in (q, k, v)]
-        info = TokenInfo(None, docs, None, rows, length)
+        info = info._replace(rows=rows)
         made = context(*mine, case["causal"], info)
-        grads = torch.autograd.grad(made, mine, dout[:, rows.clamp(max=length - 1)] * inside.view(1, -1, 1, 1))
+        upstream = dout[:, rows.clamp(max=length - 1)] * inside.view(1, -1, 1, 1)
+        grads = torch.autograd.grad(made, [*mine, *full[3:]], upstream)
         sent = dict(axis.bytes)
-        by_hand, kept = context.forward(*[t.detach() for t in mine], case["causal"], info)
-        again = context.backward(
-            dout[:, rows.clamp(max=length - 1)] * inside.view(1, -1, 1, 1), *[t.detach() for t in mine], kept,
-            case["causal"], info,
-        )  # fmt: skip
+        with torch.no_grad():
+            by_hand, kept = context.forward(*mine, case["causal"], info)
+            again, of_sinks = context.backward(upstream, *mine, kept, case["causal"], info)
         off = max(
             float((a.float()[:, inside] - b[:, rows[inside]]).abs().max()) if inside.any() else 0.0
-            for a, b in zip([made.detach(), *grads, by_hand, *again], [*right, *right], strict=True)
+            for a, b in zip([made.detach(), *grads[:3], by_hand, *again], [*right[:4], *right[:4]], strict=True)
         )
-        out.append({"off": off, "sent": sent, "padding": float(sum(g[:, ~inside].abs().sum() for g in grads))})
+        if of_sinks is not None:  # the sum over all ranks
+            off = max(off, *(float((axis.all_reduce(g) - right[4]).abs().max()) for g in (grads[3], of_sinks)))
+        out.append({"off": off, "sent": sent, "padding": float(sum(g[:, ~inside].abs().sum() for g in grads[:3]))})
     return out
 
 
@@ -179,16 +187,16 @@ def test_bytes_of_an_encoder_and_a_decoder(pool: RankPool) -> None:
 def test_merged_blocks_equal_full_attention() -> None:
     """Keys in two parts, merged, and a query that attends to none of the first."""
     (q, k, v, dout), _ = draw({**BASE, "kv": 2})
-    whole, lse = attend(q, k, v, False, None)
-    parts = [attend(q, k[:, s], v[:, s], False, None) for s in (slice(0, 5), slice(5, None))]
+    whole, lse = attend(q, k, v, Limits(False))
+    parts = [attend(q, k[:, s], v[:, s], Limits(False)) for s in (slice(0, 5), slice(5, None))]
     out, log = merge(parts[0][0].float(), parts[0][1], *parts[1])
     torch.testing.assert_close(out, whole)
     torch.testing.assert_close(log, lse)
     docs = (torch.tensor([[0] * 4 + [9] * 12] * 2), torch.zeros((2, 16), dtype=torch.int64))
-    some, log = attend(q, k, v, False, docs)
+    some, log = attend(q, k, v, Limits(False, docs))
     assert torch.equal(some[:, 4:], torch.zeros_like(some[:, 4:])) and bool((log[:, :, 4:] == float("-inf")).all())
-    assert all(g.isfinite().all() for g in attend_backward(dout, q, k, v, some, log, False, docs))
-    assert REFERENCE.masked
+    assert all(g.isfinite().all() for g in attend_backward(dout, q, k, v, some, log, Limits(False, docs)))
+    assert REFERENCE.docs and REFERENCE.window
 
 
 def test_style_depends_on_heads_links_and_length() -> None:

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from weft.comm.autograd import sum_up
 from weft.comm.axis import Axis, Exchange
-from weft.models.attention import Grads, TokenInfo, attend, attend_backward, merge
+from weft.models.attention import TokenInfo
+from weft.models.attention_kernels import Grads, attend, attend_backward, merge
 from weft.models.attention_layer import Attention
+from weft.models.attention_sinks import add_sinks, sinks_gradient
 from weft.models.transformer import Head
 from weft.parallel.context.sequence_split import Blocks, SequenceSplit
 
@@ -30,7 +32,7 @@ class Context:
 
     def __init__(self, axis: Axis, cut: SequenceSplit):
         self.axis, self.cut = axis, cut
-        self.last: Blocks | None = None
+        self.last: dict[int | None, Blocks] = {}
         axis.open()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, info: TokenInfo) -> Tensor:
@@ -38,15 +40,20 @@ class Context:
         if self.cut.ulysses > 1:
             k, v = self.spread(k), self.spread(v)
             q, k, v = ToHeads.apply(self, q, k, v)
-        out: Tensor = _Ring.apply(self, blocks, q, k, v)
+        sinks = None if info.sinks is None else self.own(info.sinks)
+        out: Tensor = _Ring.apply(self, blocks, q, k, v, sinks)
         return ToRows.apply(self, out) if self.cut.ulysses > 1 else out
 
     def blocks(self, causal: bool, info: TokenInfo) -> Blocks:
-        """The chunks of a batch, computed once for all layers."""
-        last = self.last
+        """The chunks of a batch, computed once for all layers with the same window."""
+        last = self.last.get(info.window)
         if last is None or (last.length, last.causal) != (info.length, causal) or last.docs is not info.docs:
-            self.last = last = Blocks(self.cut, info.length, causal, info.docs)
+            self.last[info.window] = last = Blocks(self.cut, info.length, causal, info.docs, info.window)
         return last
+
+    def own(self, of_heads: Tensor) -> Tensor:
+        """The part of the heads that this rank computes."""
+        return of_heads.chunk(self.cut.ulysses)[self.cut.rank % self.cut.ulysses]
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, info: TokenInfo
@@ -54,6 +61,8 @@ class Context:
         """The output, and what the backward pass needs besides q, k and v."""
         blocks = self.blocks(causal, info)
         out, lse = ring_forward(self, blocks, *self.to_heads(q, self.spread(k), self.spread(v)))
+        if info.sinks is not None:
+            out, lse = add_sinks(out, lse, self.own(info.sinks))
         return self.to_rows(out)[0], (out, lse)
 
     def again(self, kept: tuple[Tensor, Tensor]) -> Tensor:
@@ -62,13 +71,16 @@ class Context:
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: tuple[Tensor, Tensor], causal: bool, info: TokenInfo
-    ) -> Grads:
-        """Gradients of q, k and v."""
-        blocks, heads = self.blocks(causal, info), k.shape[2]
+    ) -> tuple[Grads, Tensor | None]:
+        """Gradients of q, k and v, and of the sinks."""
+        blocks, heads, dsinks = self.blocks(causal, info), k.shape[2], None
         (dout,) = self.to_heads(dout)
+        if info.sinks is not None:
+            dsinks = torch.zeros_like(info.sinks)
+            self.own(dsinks).copy_(sinks_gradient(dout, *kept, self.own(info.sinks)))
         q, k, v = self.to_heads(q, self.spread(k), self.spread(v))
         dq, dk, dv = self.to_rows(*ring_backward(self, blocks, dout, q, k, v, *kept))
-        return dq, _gathered(dk, heads), _gathered(dv, heads)
+        return (dq, _gathered(dk, heads), _gathered(dv, heads)), dsinks
 
     def spread(self, x: Tensor) -> Tensor:
         """Repeat key or value heads if a group has more ranks than there are heads."""
@@ -150,15 +162,21 @@ class ToRows(torch.autograd.Function):
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, context: Context, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, context: Context, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         out, lse = ring_forward(context, blocks, q, k, v)
+        if sinks is not None:
+            out, lse = add_sinks(out, lse, sinks)
         ctx.context, ctx.blocks = context, blocks
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, *ring_backward(ctx.context, ctx.blocks, grads[0], *ctx.saved_tensors)
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        dsinks = None if sinks is None else sinks_gradient(grads[0], out, lse, sinks)
+        return None, None, *ring_backward(ctx.context, ctx.blocks, grads[0], q, k, v, out, lse), dsinks
 
 
 Arrived = dict[int, Tensor]
@@ -212,7 +230,7 @@ def _queries(context: Context, blocks: Blocks) -> dict[int, slice]:
 def ring_forward(context: Context, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of this group's queries over all keys they attend to."""
     if context.cut.ring == 1 and blocks.length == q.shape[1]:
-        return attend(q, k, v, blocks.causal, blocks.documents(0, 0))
+        return attend(q, k, v, blocks.limits(0, 0))
     out = torch.zeros_like(q)
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=torch.float32)
     held: dict[int, tuple[Tensor, Tensor]] = {}
@@ -220,7 +238,7 @@ def ring_forward(context: Context, blocks: Blocks, q: Tensor, k: Tensor, v: Tens
         for i, rows in _queries(context, blocks).items():
             for j, (keys, values) in arrived.items():
                 if blocks.sees(i, j):
-                    y, log = attend(q[:, rows], keys, values, blocks.causal and i == j, blocks.documents(i, j))
+                    y, log = attend(q[:, rows], keys, values, blocks.limits(i, j))
                     held[i] = merge(*held[i], y, log) if i in held else (y.float(), log)
     for i, rows in _queries(context, blocks).items():
         if i in held:
@@ -233,7 +251,7 @@ def ring_backward(
 ) -> Grads:
     """Keys and values are sent again; gradients of a block go back to the group that owns it."""
     if context.cut.ring == 1 and blocks.length == q.shape[1]:
-        return attend_backward(dout, q, k, v, out, lse, blocks.causal, blocks.documents(0, 0))
+        return attend_backward(dout, q, k, v, out, lse, blocks.limits(0, 0))
     dq = torch.zeros_like(q, dtype=torch.float32)
     hops = _Hops(context, blocks, k, v)
     total: Arrived = {}
@@ -245,7 +263,7 @@ def ring_backward(
                 if blocks.sees(i, j):
                     found = attend_backward(
                         dout[:, rows], q[:, rows], keys, values, out[:, rows], lse[:, :, rows].contiguous(),
-                        blocks.causal and i == j, blocks.documents(i, j),
+                        blocks.limits(i, j),
                     )  # fmt: skip
                     dq[:, rows] += found[0]
                     grads[j][0] += found[1]

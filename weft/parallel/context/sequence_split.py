@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.comm.axis import Axis
 from weft.comm.fake_internals import is_fake
-from weft.models.attention import Docs
+from weft.models.attention_kernels import Docs, Limits
 from weft.models.encoder_decoder import shifted_right
 from weft.planner.plan import Plan
 from weft.planner.time.context import chunks_of, sees
@@ -106,6 +106,7 @@ class Blocks:
     length: int
     causal: bool
     docs: Tensor | None
+    window: int | None = None
 
     @cached_property
     def size(self) -> int:
@@ -132,7 +133,7 @@ class Blocks:
 
     def sees(self, i: int, j: int) -> bool:
         """Whether any query of chunk i sees any key of chunk j."""
-        if not sees(i, j, self.causal) or not self.tokens(i) or not self.tokens(j):
+        if not sees(i, j, self.causal, self.size, self.window) or not self.tokens(i) or not self.tokens(j):
             return False
         if self.docs is None:
             return True
@@ -142,6 +143,12 @@ class Blocks:
     def wanted(self, group: int, of: int) -> list[int]:
         """The chunks of one group that another needs."""
         return [j for j in self.of(of) if any(self.sees(i, j) for i in self.of(group))]
+
+    def limits(self, i: int, j: int) -> Limits:
+        """Which keys of chunk j the queries of chunk i attend to."""
+        offset = (i - j) * self.size
+        limited = self.window is not None and offset + self.tokens(i) > self.window
+        return Limits(self.causal and i == j, self.documents(i, j), self.window if limited else None, offset)
 
     def documents(self, i: int, j: int) -> Docs | None:
         """The documents of chunk i's queries and of chunk j's keys, for a mask; None if all belong to one document."""

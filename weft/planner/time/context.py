@@ -14,9 +14,10 @@ def chunks_of(group: int, ring: int, halves: int) -> list[int]:
     return [group] if halves == 1 else [group, 2 * ring - 1 - group]
 
 
-def sees(i: int, j: int, causal: bool) -> bool:
-    """Whether queries of chunk i see keys of chunk j."""
-    return j <= i or not causal
+def sees(i: int, j: int, causal: bool, size: int = 1, window: int | None = None) -> bool:
+    """Whether queries of chunk i see keys of chunk j, of `size` tokens each."""
+    near = window is None or (i - j - 1) * size + 1 < window
+    return (j <= i or not causal) and near
 
 
 def rings(style: str, cp: int, heads: int, kv_heads: int) -> tuple[int, int]:
