@@ -24,7 +24,7 @@ from weft.parallel.context.sequence_split import SequenceSplit
 from weft.planner import make_plan
 from weft.planner.plan import Plan
 from weft.planner.rules.layout_syntax import parse_layout, ranks
-from weft.planner.time.context import attentions, choose_style, context_bytes
+from weft.planner.time.context import choose_style, context_bytes
 from weft.verify.prove import with_layout
 
 Case = dict[str, Any]
@@ -140,10 +140,11 @@ def step_bytes(job: Any) -> dict[str, Any]:
         return {"memory": memory, "sent": {}, "formula": {}}
     axis.bytes.clear()
     stepper.gradients([to_device(b, mesh.device) for b in batches])
-    tokens = job.train.global_batch * SequenceSplit.of(plan, axis.rank).padded(job.data.seq_len)
-    count = attentions(job.model, 0, job.model.layers)
-    again = attentions(job.model, 0, plan.recomputed(0, job.model.layers, job.model.layers))
-    formula = context_bytes(job.model, plan, tokens, 4, axis.rank // plan.cp_group, count, again)
+    layers = job.model.layers
+    spans = [(0, layers, plan.recomputed(0, layers, layers))]
+    formula = context_bytes(
+        job.model, plan, job.train.global_batch, job.data.seq_len, 4, axis.rank // plan.cp_group, spans
+    )
     return {"memory": memory, "sent": {k: axis.bytes[k] for k in formula}, "formula": formula}
 
 

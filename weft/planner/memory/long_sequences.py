@@ -11,7 +11,7 @@ from weft.job.schema import Job
 from weft.planner.engine_constants import LONG_SEQUENCE_CHUNK
 from weft.planner.memory.layout_ranks import SPLITS
 from weft.planner.model.model_facts import Size
-from weft.planner.rules.context_rules import attends, needs_whole_sequence
+from weft.planner.rules.context_rules import attends
 from weft.planner.search.candidates import Layouts
 from weft.planner.search.space import MAX_MICROBATCH_TOKENS
 
@@ -29,7 +29,7 @@ def chunk_tokens(job: Job, layouts: Layouts) -> Size:
     if job.memory.recompute not in ("auto", "full"):
         return np.zeros(len(layouts), np.int64)
     long = job.data.seq_len / layouts.cp > MAX_MICROBATCH_TOKENS
-    if not attends(job) or job.model.first_blocks is not None or needs_whole_sequence(job):
+    if not attends(job) or job.model.first_blocks is not None:
         return np.zeros(len(layouts), np.int64)
     return np.where(long & ~(SPLITS[layouts.schedule] & (layouts.pp > 1)), LONG_SEQUENCE_CHUNK, 0)
 

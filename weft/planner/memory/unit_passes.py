@@ -148,7 +148,8 @@ def _tile(memory: PassTables, layouts: Layouts, long: bool) -> tuple[Size, Size]
     scores = layouts.microbatch * (m.heads or 0) / layouts.tp * keys * keys
     scores = scores / (layouts.cp if plan.cp_style == "ulysses" else 1)
     tiled = ((layouts.cp > 1) & (not m.is_encoder_decoder)) | long
-    used = (memory.device == "cpu") & ((bool(m.sinks) and _window_share(m) < 1) | tiled)
+    sinks = bool(m.sinks) and not memory.job.data.separates_documents
+    used = (memory.device == "cpu") & (sinks | tiled)
     return used * FP32_BYTES * np.minimum(scores, MAX_SCORES), (scores > MAX_SCORES) * 1.0
 
 
@@ -211,8 +212,10 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
     if job.data.separates_documents:
         mask = masks * z.c
         dense, routed = _masked(dense, mask), _masked(routed, mask) if routed else None
-    elif m.window is not None and m.window < seq and not m.sinks:  # a mask for each block with a window
-        mask = _window_share(m) * float(seq) * seq * (z.c + 0.0 * z.tokens)
+    elif m.window is not None and m.window < seq and not m.sinks and (plan.device != "cuda" or flags["fp32"]):
+        # a mask for each block with a window
+        whole = (layouts.cp == 1) & (not flags["long"])
+        mask = whole * _window_share(m) * float(seq) * seq * (z.c + 0.0 * z.tokens)
         dense, routed = _masked(dense, mask), _masked(routed, mask) if routed else None
     vocab = np.ceil(m.outputs / layouts.tp)
     targets = layouts.microbatch * 1.0 if m.labels_samples else z.tokens
@@ -236,22 +239,21 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
 
 
 def _learned(memory: PassTables, layouts: Layouts, z: Sizes) -> LearnedScores:
-    """Of t5's distances, and of sinks in a sliding window, which are a mask with a gradient. A GPU's kernel reads the
-    mask; a CPU has the scores of all samples in fp32."""
+    """Of t5's distances, and of sinks where documents limit the attention, which are a mask with a gradient. A GPU's
+    kernel reads the mask; a CPU has the scores of all samples in fp32."""
     m, seq = memory.job.model, float(memory.job.data.seq_len)
-    limited = (m.window is not None and m.window < seq) or memory.job.data.separates_documents
-    if not m.is_encoder_decoder and not (m.sinks and limited):
+    if not m.is_encoder_decoder and not (m.sinks and memory.job.data.separates_documents):
         return LearnedScores()
-    some = 1.0 if m.is_encoder_decoder or m.window is None else _window_share(m)
-    table = z.scores * seq * seq * z.c / layouts.cp
-    scores = layouts.microbatch * z.scores * seq * seq * FP32_BYTES / layouts.cp
+    whole = (layouts.cp == 1) | m.is_encoder_decoder
+    table = whole * z.scores * seq * seq * z.c / layouts.cp
+    scores = whole * layouts.microbatch * z.scores * seq * seq * FP32_BYTES / layouts.cp
     if memory.device == "cuda":
         more = (z.gathered - 1) * z.tokens * 2 * z.kv * z.c
-        return LearnedScores(some * table, more, table, scores * z.c / FP32_BYTES)
-    operands = (1 + 2 * z.gathered) * z.tokens * z.heads * FP32_BYTES
-    own = z.tokens * (z.heads + 2 * z.kv) * z.c
+        return LearnedScores(table, more, table, scores * z.c / FP32_BYTES)
+    operands = whole * (1 + 2 * z.gathered) * z.tokens * z.heads * FP32_BYTES
+    own = whole * z.tokens * (z.heads + 2 * z.kv) * z.c
     back = np.maximum(2 * scores, scores + 2 * table * (layouts.microbatch > 1))
-    return LearnedScores(some * scores, some * (operands - own), 2 * scores + table + operands - own, back)
+    return LearnedScores(scores, operands - own, 2 * scores + table + operands - own, back)
 
 
 def _window_share(m: Model) -> float:

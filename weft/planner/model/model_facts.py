@@ -21,6 +21,8 @@ from weft.planner.model.weight_table import weights_of
 
 Size = Any
 """A number, or an array of them."""
+WINDOW_TILE = 128
+"""Keys that kernels of sliding windows compute beside them."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,10 @@ class ModelFacts:
     """1 where saved activations are stored in fp8."""
     attended: Size = 1.0
     """Scores that are computed with sliding windows, over those of causal attention."""
+    window: Size = 0.0
+    """Tokens of the sliding window, over those of the sequence."""
+    windowed: Size = 0.0
+    """Share of the blocks that have the sliding window."""
     update_flops: Size = 0.0
     """FLOPs of the optimizer's matrix products in a step."""
     in_flight: Size = 1.0
@@ -249,16 +255,19 @@ def model_facts(job: Job) -> ModelFacts:
         head_share=1 / job.data.seq_len if model.labels_samples else 1.0, **_encoder_ends(model),
         head_low=fp8_head_blocks(job), frozen=int(model.lora is not None),
         adapters=count_trained(model) if model.lora is not None else 0, **extra, **_latent(model),
-        attended=_attended(model, job.data.seq_len), update_flops=_update_flops(model, job.optim.name),
+        **_windows(model, job.data.seq_len), update_flops=_update_flops(model, job.optim.name),
     )  # fmt: skip
 
 
-def _attended(model: Model, seq_len: int) -> float:
-    """Mean over the blocks of attention over that without windows: a window is a mask, with which all scores are
-    computed instead of the causal half."""
+def _windows(model: Model, seq_len: int) -> dict[str, float]:
+    """What sliding windows change; kernels compute whole tiles of scores."""
+    if model.window is None or model.window >= seq_len:
+        return {}
     layers = model.layers or 1
-    shorter = model.window is not None and model.window < seq_len
-    return 1 + shorter * sum(model.has_window(i) for i in range(layers)) / layers
+    share = sum(model.has_window(i) for i in range(layers)) / layers
+    reach = min(1.0, (model.window + WINDOW_TILE) / seq_len)
+    attended = 1 - share + share * reach * (2 - reach)
+    return {"attended": attended, "window": model.window / seq_len, "windowed": share}
 
 
 def _update_flops(model: Model, name: str) -> float:

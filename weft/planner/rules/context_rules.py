@@ -24,26 +24,6 @@ def sequence_rule(job: Job, plan: Plan) -> str | None:
     )
 
 
-def needs_whole_sequence(job: Job) -> bool:
-    """Whether attention needs the whole sequence in one piece: a sliding window shorter than it, or sinks."""
-    window = job.model.window
-    return attends(job) and (bool(job.model.sinks) or (window is not None and window < job.data.seq_len))
-
-
-def window_rule(job: Job, plan: Plan) -> str | None:
-    """A sliding window and attention sinks need the whole sequence in one piece."""
-    if not needs_whole_sequence(job) or (plan.cp == 1 and not plan.long):
-        return None
-    chunks = f"memory.offload={plan.offload}" if plan.offloads_activations else f"memory.chunk={plan.chunk}"
-    setting, other = (f"parallel.cp={plan.cp}", "cp=1") if plan.cp > 1 else (chunks, "memory.recompute=full")
-    if job.model.sinks:
-        return f"{setting} splits the sequence, and model.sinks is not supported in parts of it; {other} would work"
-    return (
-        f"{setting} splits the sequence, and model.window={job.model.window} is not supported in parts of it; {other} "
-        f"would work, or data.seq_len={job.model.window}"
-    )
-
-
 def cp_style_rule(job: Job, plan: Plan) -> str | None:
     """ulysses and hybrid need enough heads for the ranks of cp."""
     heads, kv = job.model.heads, job.model.kv_heads

@@ -10,7 +10,7 @@ from weft.planner.plan import Plan
 from weft.planner.rules.adapter_rules import frozen_rule, lora_rule
 from weft.planner.rules.batch_rules import batch_rule, drop_last_rule, metrics_rule, microbatch_rule, ramp_rule
 from weft.planner.rules.communication_rules import allreduce_rule, compressed_experts_rule, encryption_rule, mpi_rule
-from weft.planner.rules.context_rules import cp_style_rule, sequence_rule, window_rule
+from weft.planner.rules.context_rules import cp_style_rule, sequence_rule
 from weft.planner.rules.data_rules import growing_rule, images_rule, tasks_rule
 from weft.planner.rules.embedding_rules import tables_rule
 from weft.planner.rules.expert_rules import experts_rule
@@ -44,7 +44,7 @@ TP_RULES: tuple[Rule, ...] = (heads_rule, width_rule, padding_rule)
 
 RULES: tuple[Rule, ...] = (
     *TP_RULES, lora_rule, frozen_rule, batch_rule, microbatch_rule, ramp_rule, drop_last_rule, tasks_rule, growing_rule,
-    images_rule, metrics_rule, pipeline_rule, sequence_rule, window_rule, cp_style_rule, offload_rule, tiers_rule,
+    images_rule, metrics_rule, pipeline_rule, sequence_rule, cp_style_rule, offload_rule, tiers_rule,
     fp8_rule, experts_rule, recompute_rule, activations_rule, allreduce_rule, compressed_experts_rule, sync_rule,
     encryption_rule, layer_decay_rule, lr_scaling_rule, tables_rule, towers_rule, retrieval_rule,
 )  # fmt: skip

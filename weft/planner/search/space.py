@@ -12,7 +12,6 @@ import numpy as np
 from weft.job.compression import COMPRESSORS
 from weft.job.schema import Job
 from weft.planner.rules.arithmetic import divisors
-from weft.planner.rules.context_rules import needs_whole_sequence
 from weft.planner.rules.tensor_rules import heads_fit
 from weft.planner.schedules.known_schedules import SCHEDULE_NAMES, SCHEDULES
 from weft.planner.search.candidates import (
@@ -106,12 +105,7 @@ def job_space(job: Job, world: int, precision: str, recompute: Iterable[str] = R
     layers = model.layers or 1
     parts = layers if model.is_stack else layers + 2
     tp = [d for d in options if width % d == 0 and (not heads or heads_fit(model, d))]
-    whole = needs_whole_sequence(job)
-    cp = [
-        d
-        for d in options
-        if d == 1 or (heads and not whole and seq % (2 * d) == 0 and seq // d >= MIN_CP_TOKENS and model.causal)
-    ]
+    cp = [d for d in options if d == 1 or (heads and seq % (2 * d) == 0 and seq // d >= MIN_CP_TOKENS and model.causal)]
     experts = model.experts.count if model.experts else 0
     if experts:
         expert_width = (model.experts.ffn if model.experts else 0) or width

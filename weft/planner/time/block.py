@@ -95,7 +95,10 @@ def block_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: 
         head = head + links.all_gather_time(near_tp, tokens * model.head_share * model.vocab * size)
     # context parallel: keys and values go round a ring, or heads are exchanged
     near = links.rank_group(cluster, layouts.cp, layouts.tp, cal)
-    ring = (layouts.cp - 1) * links.send_time(near, 2 * tokens * kv * size)
+    # with a sliding window, only from the chunks before that it reaches, of two a rank
+    reached = np.minimum(layouts.cp - 1, np.ceil(model.window * 2 * layouts.cp))
+    hops = (1 - np.asarray(model.windowed)) * (layouts.cp - 1) + model.windowed * reached
+    ring = hops * links.send_time(near, 2 * tokens * kv * size)
     swap = links.all_to_all_time(near, tokens * 2 * (model.q_width / layouts.tp + kv) * size)
     cp = np.where(layouts.cp > 1, np.where(layouts.cp_style == CP_STYLES.index("ring"), ring, swap), 0.0)
     # with an encoder and a decoder all keys are needed at once, and again in cross attention

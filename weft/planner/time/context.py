@@ -5,6 +5,8 @@ parallel/context uses the same functions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from weft.job.schema import Model
 from weft.planner.plan import Plan
 
@@ -18,6 +20,24 @@ def sees(i: int, j: int, causal: bool, size: int = 1, window: int | None = None)
     """Whether queries of chunk i see keys of chunk j, of `size` tokens each."""
     near = window is None or (i - j - 1) * size + 1 < window
     return (j <= i or not causal) and near
+
+
+def chunk_size(plan: Plan, length: int) -> int:
+    """Tokens of a chunk; the sequence is padded so that all ranks have as many."""
+    ring, ulysses = plan.rings
+    chunks, unit = ring * (2 if plan.zigzag else 1), ulysses * (plan.tp if plan.sequence else 1)
+    return -(-length // (chunks * unit)) * unit
+
+
+def ring_chunks(plan: Plan, group: int, causal: bool, size: int, window: int | None) -> tuple[int, int]:
+    """Chunks of keys that a group sends to others in a forward pass, and those that it receives."""
+    ring, _ = plan.rings
+    held = [chunks_of(g, ring, 2 if plan.zigzag else 1) for g in range(ring)]
+
+    def wanted(by: int, of: int) -> int:
+        return sum(any(sees(i, j, causal, size, window) for i in held[by]) for j in held[of]) if by != of else 0
+
+    return sum(wanted(g, group) for g in range(ring)), sum(wanted(group, g) for g in range(ring))
 
 
 def rings(style: str, cp: int, heads: int, kv_heads: int) -> tuple[int, int]:
@@ -68,24 +88,35 @@ def attentions(model: Model, first: int, end: int) -> int:
     return own + (end - max(first, min(end, model.encoder_layers or 0)) if model.is_encoder_decoder else 0)
 
 
+Spans = Sequence[tuple[int, int, int]]
+"""Blocks of a rank: the first, the end, and the end of those that are recomputed, which are the first."""
+
+
 def context_bytes(
-    model: Model, plan: Plan, tokens: int, compute: int, group: int, count: int, again: int, whole: bool = False
+    model: Model, plan: Plan, sequences: int, length: int, compute: int, group: int, spans: Spans, whole: bool = False
 ) -> dict[str, float]:
-    """Bytes one rank sends along cp in a step, by collective, for `tokens` sequences × padded tokens of the step and a
-    `count` of attentions, of which `again` are in recomputed blocks; with `whole`, an all-to-all's with what a rank
-    keeps of its own. The ring's depend on the group: the chunk at the end is needed by the groups before alone.
+    """Bytes one rank sends and receives along cp in a step, by collective, for `sequences` of `length` tokens; with
+    `whole`, an all-to-all's with what a rank keeps of its own. The ring's depend on the group: the chunk at the end is
+    needed by the groups before alone.
     """
     ring, ulysses = plan.rings
+    size = chunk_size(plan, length)
+    tokens = sequences * size * ring * (2 if plan.zigzag else 1)
     d = model.head_dim or 0
     heads, kv = (model.heads or 0) // plan.tp, max(1, (model.kv_heads or 0) // plan.tp)
-    forward = count + (0 if plan.long else again)  # chunked blocks keep what attention gives
-    out: dict[str, float] = {}
     held = max(kv, ulysses)  # copies of key heads where there are fewer than ranks
+    out: dict[str, float] = {}
     if ring > 1 and not model.is_encoder_decoder:
-        chunk = 2 * tokens / ring / (2 if plan.zigzag else 1) * (held // ulysses) * d * compute
-        on = ring - 1 + (group if plan.zigzag else 0)
-        back = 3 * (ring - 1) if plan.zigzag else 2 * (ring - 1)
-        out["send"] = chunk * (forward * on + count * back)
+        chunk = 2 * sequences * size * (held // ulysses) * d * compute
+        out = {"send": 0.0, "recv": 0.0}
+        for limited in (False, True):
+            count, forward = _passes(model, plan, spans, limited)
+            window = model.window if limited else None
+            sent, received = ring_chunks(plan, group, bool(model.causal), size, window)
+            # keys are sent once more in the backward pass, and their gradients come back
+            out["send"] += chunk * (forward * sent + count * (sent + received))
+            out["recv"] += chunk * (forward * received + count * (received + sent))
+    count, forward = _passes(model, plan, spans)
     if ulysses > 1:
         row = tokens / plan.cp * d * compute * (1 if whole else (ulysses - 1) / ulysses)
         extra = count * 2 * (heads + held) if plan.long else 0  # q, k, v and the output once more
@@ -94,3 +125,16 @@ def context_bytes(
         keys = tokens * 2 * (held // ulysses) * d * compute * (1 if whole else (ring - 1) / ring)
         out["all_to_all"] = out.get("all_to_all", 0.0) + keys * (forward + count)
     return out
+
+
+def _passes(model: Model, plan: Plan, spans: Spans, limited: bool | None = None) -> tuple[int, int]:
+    """Attentions and their forward passes in a step, of all blocks or only of those with or without a window."""
+
+    def count(first: int, end: int) -> int:
+        if limited is None:
+            return attentions(model, first, end)
+        return sum(model.has_window(i) == limited for i in range(first, end))
+
+    own = sum(count(first, end) for first, end, _ in spans)
+    again = 0 if plan.long else sum(count(first, some) for first, _, some in spans)  # chunked blocks keep the output
+    return own, own + again

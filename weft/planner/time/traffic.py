@@ -95,15 +95,10 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
         _tied(job, plan, schedule, coords, out["pp"])
     _optimizer_traffic(job, plan, chain.from_iterable(shards_of_stages.values()), out)
     if plan.cp > 1:
-        seen = plan.microbatch * plan.accumulation * job.data.seq_len
-        group, (ring, _) = coords["cp"] // plan.cp_group, plan.rings
         spans = [stage_range(job.model, plan, stage)[:2] for stage in stages]
-        count = sum(attentions(job.model, first, end) for first, end in spans)
-        again = sum(attentions(job.model, first, _runs_again(job.model, plan, first, end)) for first, end in spans)
-        sent = context_bytes(job.model, plan, seen, plan.compute_bytes, group, count, again, whole=True)
-        # the other end of the sequence receives as much as this one sends
-        other = context_bytes(job.model, plan, seen, plan.compute_bytes, ring - 1 - group, count, again)
-        sent |= {"recv": other["send"]} if "send" in other else {}
+        runs = [(first, end, _runs_again(job.model, plan, first, end)) for first, end in spans]
+        sequences, group = plan.microbatch * plan.accumulation, coords["cp"] // plan.cp_group
+        sent = context_bytes(job.model, plan, sequences, job.data.seq_len, plan.compute_bytes, group, runs, whole=True)
         for kind, amount in sent.items():
             out["cp"][kind] += round(amount)
     if plan.world > 1:  # where one axis is all there is, it is everyone
