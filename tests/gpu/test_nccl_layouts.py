@@ -24,8 +24,10 @@ JOB: dict[str, Any] = {
 EXPERTS = {**MODEL, "experts": {"count": 8, "top_k": 2, "ffn": 128}}
 
 
-def check(pool: RankPool, layouts: list[str], precision: str, model: dict[str, Any] | None = None) -> None:
-    job = parse_job({**JOB, "model": model or MODEL, "precision": precision})
+def check(
+    pool: RankPool, layouts: list[str], precision: str, model: dict[str, Any] | None = None, **sections: Any
+) -> None:
+    job = parse_job({**JOB, "model": model or MODEL, "precision": precision, **sections})
     verdicts = prove(job, layouts, 2, pool=pool)
     assert [replace(v, grad_diff_by_parameter={}) for v in verdicts if v.verdict != "same"] == []
 
@@ -50,3 +52,18 @@ def test_other_layouts(shared_ranks: RankPool, precision: str) -> None:
 def test_experts(shared_ranks: RankPool) -> None:
     layouts = ["dp_shard=4 ep=4", "dp_shard=2 tp2 ep=2", "pp2 dp_shard=2 ep=2"]
     check(shared_ranks, layouts, "fp32", EXPERTS)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_windows_and_sinks(shared_ranks: RankPool, precision: str) -> None:
+    """Chunks of keys that no window reaches are not sent."""
+    model = {**MODEL, "window": 12, "window_layers": [0, 2, 3, 5], "sinks": True}
+    check(shared_ranks, ["cp4 ring", "cp4 ulysses", "cp2 tp2", "pp2 cp2", "dp_shard=2 tp=2 zero=3"], precision, model)
+    check(shared_ranks, ["cp4 ring", "cp4 hybrid"], precision, {**model, "sinks": False})
+    check(shared_ranks, ["cp4 ring", "cp2 ulysses"], precision, model, memory={"chunk": 8})
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor", "lamb", "lars"])
+def test_optimizers_that_combine_elements(shared_ranks: RankPool, name: str) -> None:
+    layouts = ["dp_shard=4 zero=1", "dp_shard=4 zero=3", "tp2 dp_shard=2", "pp2 dp_replicate=2"]
+    check(shared_ranks, layouts, "fp32", optim={**JOB["optim"], "name": name})
