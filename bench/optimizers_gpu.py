@@ -23,6 +23,7 @@ def milliseconds(name: str, weights: dict[str, nn.Parameter], device: str, steps
     """Of one update: until the host has given all work to the device, and until that is done."""
     optim = Optim(name=name, lr=1e-6)
     optimizers = build_optimizers(optim, dict(weights), lambda key: "blocks." in key)
+    optimizers.multiply_in(torch.bfloat16)
     for part in optimizers.parts:
         part.step()
     _wait(device)

@@ -63,7 +63,10 @@ def test_windows_and_sinks(shared_ranks: RankPool, precision: str) -> None:
     check(shared_ranks, ["cp4 ring", "cp2 ulysses"], precision, model, memory={"chunk": 8})
 
 
-@pytest.mark.parametrize("name", ["muon", "adafactor", "lamb", "lars"])
-def test_optimizers_that_combine_elements(shared_ranks: RankPool, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("muon", "fp32"), ("muon", "bf16"), ("adafactor", "fp32"), ("lamb", "fp32"), ("lars", "fp32")],
+)
+def test_optimizers_that_combine_elements(shared_ranks: RankPool, name: str, precision: str) -> None:
     layouts = ["dp_shard=4 zero=1", "dp_shard=4 zero=3", "tp2 dp_shard=2", "pp2 dp_replicate=2"]
-    check(shared_ranks, layouts, "fp32", optim={**JOB["optim"], "name": name})
+    check(shared_ranks, layouts, precision, optim={**JOB["optim"], "name": name})

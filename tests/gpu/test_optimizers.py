@@ -38,6 +38,5 @@ def test_updates_equal_those_of_a_cpu(name: str) -> None:
     before, right, found = updates(optim, "cpu", 0), updates(optim, "cpu", 4), updates(optim, "cuda", 4)
     for key, exact in right.items():
         moved = float((exact - before[key]).norm())
-        tolerance = 0.05 if name == "muon" and key.startswith("blocks.") else 1e-4  # its products are in bf16
         assert moved > 0
-        assert float((found[key] - exact).norm()) < tolerance * moved, key
+        assert float((found[key] - exact).norm()) < 1e-3 * moved, key

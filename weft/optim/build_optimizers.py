@@ -83,6 +83,11 @@ class Optimizers:
     def _gradients(self) -> Params:
         return {n: local_of(leaf.grad) for n, leaf in self.grad_params.items() if leaf.grad is not None}
 
+    def multiply_in(self, dtype: torch.dtype) -> None:
+        """Set the dtype of the matrix products of an update, where there are any (Muon)."""
+        for part in self.parts:
+            part.products = dtype  # type: ignore[attr-defined]
+
     def step(self, lr: float, factor: Tensor | None = None, taken: Tensor | None = None) -> None:
         """Update the master weights and the compute weights with gradients · factor.
 

@@ -41,6 +41,9 @@ class Muon(torch.optim.Optimizer):
     mesh: Mesh | None = None
     """Ranks with the same shard of a weight take turns: one computes an update and sends it to the others."""
 
+    products = torch.float32
+    """Dtype of the products."""
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -64,17 +67,19 @@ class Muon(torch.optim.Optimizer):
         ranks = max(source.ranks for source in sources)  # each computes an equal share of a batch
         for some in batches([p.numel() for p in params], ranks * UPDATED_ELEMENTS, least=ranks):
             updates = foreach.foreach_lerp(grads[some], means[some], momentum)
-            _orthogonalise_shards_(params[some], updates, sources[some])
+            _orthogonalise_shards_(params[some], updates, sources[some], self.products)
             foreach.foreach_mul_(updates, taken)
             factors = [-lr * 0.2 * math.sqrt(max(p.shape[-2:])) for p in params[some]]
             foreach.foreach_mul_(updates, factors)
             foreach.foreach_add_scaled_(weights[some], updates)
 
 
-def _orthogonalise_shards_(params: list[Tensor], shards: list[Tensor], sources: list[Source]) -> None:
+def _orthogonalise_shards_(
+    params: list[Tensor], shards: list[Tensor], sources: list[Source], dtype: torch.dtype
+) -> None:
     """Replace shards of matrices by those of the orthogonalised matrices, which one rank computes and sends."""
     wholes = {i: _matrices(p, shards[i]) for i, p in enumerate(params) if sources[i].here}
-    orthogonalise_(matrix for whole in wholes.values() for matrix in (whole if whole.dim() == 3 else [whole]))
+    orthogonalise_((matrix for whole in wholes.values() for matrix in (whole if whole.dim() == 3 else [whole])), dtype)
     for index, (shard, source) in enumerate(zip(shards, sources, strict=True)):
         if index in wholes and wholes[index] is not shard:
             shard.copy_(wholes[index][shard_of(params[index]).box])
@@ -87,7 +92,7 @@ def _matrices(param: Tensor, local: Tensor) -> Tensor:
     return local if param.dim() == 3 and shard.size[1:] == tuple(shard.shape[1:]) else shard.whole(local)
 
 
-def orthogonalise_(matrices: Iterable[Tensor]) -> None:
+def orthogonalise_(matrices: Iterable[Tensor], dtype: torch.dtype = torch.float32) -> None:
     """Replace each matrix by approximately the nearest one with singular values of 1.
 
     Those of one shape are processed together on GPUs, and always as many, where zeros take the places that are left:
@@ -98,7 +103,6 @@ def orthogonalise_(matrices: Iterable[Tensor]) -> None:
         if matrix.numel():
             shapes.setdefault(matrix.shape, []).append(matrix)
     for shape, members in shapes.items():
-        dtype = torch.bfloat16 if members[0].is_cuda else torch.float32
         together = batch_size(shape, members[0].device)
         for first in range(0, len(members), together):
             some = members[first : first + together]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.random import fork_rng
 
@@ -63,6 +64,8 @@ def build_state(job: Job, plan: Plan, mesh: Mesh, weights: InitialWeights | None
         optimizers: Optimizers = make_streamed_optimizers(job, plan, spread_model, mesh, ema, units)
     else:
         optimizers = make_optimizers(job, spread_model, mesh, units)
+    if mesh.device.type == "cuda" and plan.precision != "fp32":
+        optimizers.multiply_in(torch.bfloat16)
     if weights is not None and late:
         fill_late(optimizers, spread_model, weights)
     state = State(spread_model, optimizers, ema, scale, mesh)

@@ -10,7 +10,7 @@ from weft.planner.calibration import Calibration
 from weft.planner.memory.framework_memory import weights
 from weft.planner.model.cluster_facts import ClusterFacts
 from weft.planner.model.model_facts import ModelFacts, Size
-from weft.planner.search.candidates import OFFLOADS, Layouts
+from weft.planner.search.candidates import OFFLOADS, PRECISIONS, Layouts
 from weft.planner.time import collectives as links
 from weft.planner.time.allreduce_messages import by_messages
 from weft.planner.time.compression import encoding_bytes, gradient_bytes, weight_bytes
@@ -81,7 +81,9 @@ def weight_exchange(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, 
     owned = (shared / cut + experts / np.where(z > 0, np.maximum(cut * layouts.tp / layouts.ep, 1), 1)) * trained
     state = owned * (2 * cal.moment_bytes + 2 * cal.master_bytes + cal.gradient_bytes + size)
     products = model.update_flops / layouts.pp / layouts.dp_replicate  # ranks with the same shard take turns
-    rate = np.maximum(cluster.peak_tflops["bf16"], cluster.peak_tflops["fp32"]) * 1e12 * cluster.reach * cal.matmul
+    peaks = {name: cluster.peak_tflops[name] for name in ("fp32", "bf16")}
+    fast = np.where(layouts.precision == PRECISIONS.index("fp32"), peaks["fp32"], np.maximum(*peaks.values()))
+    rate = fast * 1e12 * cluster.reach * cal.matmul
     on_host = owned * (4 + size) / (cluster.host_gb_s * 1e9) + owned / HOST_UPDATE_BYTES_S
     offloaded = layouts.offload == OFFLOADS.index("optimizer")
     stages = links.axis_group(cluster, layouts, "pp", cal)
