@@ -90,6 +90,8 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=110, help="the largest predicted memory")
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--json", help="a file for the rows")
+    parser.add_argument("--again", help="a file of such rows, whose jobs are run instead")
+    parser.add_argument("--only", default="", help="of those, the ones whose job contains this text")
     args = parser.parse_args()
     rng, began = random.Random(args.seed), time.monotonic()
     rows: list[dict[str, Any]] = []
@@ -101,6 +103,9 @@ def main() -> None:
 
     drawn = (draw(rng) for _ in itertools.count())
     jobs = itertools.islice((raw for raw in drawn if acceptable(raw, args.gib)), args.jobs)
+    if args.again:
+        kept = json.loads(Path(args.again).read_text())
+        jobs = iter([row["job"] for row in kept if args.only in json.dumps(row["job"])])
     with ThreadPoolExecutor(args.at_once) as pool:
         list(pool.map(add_row, jobs))
     report([row for row in rows if row], args.json)
