@@ -1,6 +1,6 @@
 """Peak memory and step time of random jobs on one GPU, predicted and measured; each job in its own process.
 
-    python bench/gpu_random.py --jobs 24 --seed 3 [--seconds 560] [--at-once 4] [--json rows.json]
+    python bench/gpu_random.py --jobs 24 --seed 3 [--seconds 560] [--at-once 4] [--json rows.json] [--again rows.json]
 
 Families, widths, vocabularies, lengths, precisions, optimizers, recompute and accumulation are drawn. Measured as in
 gpu_memory.py; with --at-once others are compiled meanwhile, and steps are measured one job at a time. Jobs that the
@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from gpu_memory import report, run
@@ -102,10 +104,10 @@ def main() -> None:
             rows.append(run(raw, args.steps))
 
     drawn = (draw(rng) for _ in itertools.count())
-    jobs = itertools.islice((raw for raw in drawn if acceptable(raw, args.gib)), args.jobs)
     if args.again:
-        kept = json.loads(Path(args.again).read_text())
-        jobs = iter([row["job"] for row in kept if args.only in json.dumps(row["job"])])
+        drawn = (row["job"] for row in json.loads(Path(args.again).read_text()))
+        drawn = (raw for raw in drawn if args.only in json.dumps(raw))
+    jobs = itertools.islice((raw for raw in drawn if acceptable(raw, args.gib)), args.jobs)
     with ThreadPoolExecutor(args.at_once) as pool:
         list(pool.map(add_row, jobs))
     report([row for row in rows if row], args.json)
