@@ -145,6 +145,7 @@ def step_bytes(job: Any) -> dict[str, Any]:
     formula = context_bytes(
         job.model, plan, job.train.global_batch, job.data.seq_len, 4, axis.rank // plan.cp_group, spans
     )
+    formula.pop("recv", 0)  # counted where it is sent
     return {"memory": memory, "sent": {k: axis.bytes[k] for k in formula}, "formula": formula}
 
 
@@ -174,6 +175,20 @@ def test_bytes_and_activations_match_the_plan(pool: RankPool) -> None:
                 assert seen["sent"] == seen["formula"], (layout, memory)
                 if not memory and layout.endswith("ring"):
                     assert seen["memory"] / alone == pytest.approx(1 / section["cp"], rel=0.05)
+
+
+def test_bytes_with_windows(pool: RankPool) -> None:
+    """Chunks that no window reaches are not sent: with one shorter than a chunk, only to the next."""
+    model = {**SECTIONS["model"], "window": 20, "window_layers": [0], "sinks": True}
+    for layout, memory in (("cp 4 ring", PLAIN), ("cp 4 hybrid", {"recompute": "full"}), ("cp 2 ring", {"chunk": 40})):
+        sent = []
+        for changed in (SECTIONS["model"], model):
+            sections = {**SECTIONS, "model": changed, "memory": memory}
+            spread = make_plan(with_layout(make_job(**sections), parse_layout(layout)))
+            found = pool.run(step_bytes, spread[1].world, spread)
+            assert all(seen["sent"] == seen["formula"] for seen in found), layout
+            sent.append(sum(seen["sent"]["send"] for seen in found))
+        assert sent[1] < sent[0], layout
 
 
 def test_bytes_of_an_encoder_and_a_decoder(pool: RankPool) -> None:
