@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from weft.job import parse_job
 from weft.mesh import connect
 from weft.models import attention_kernels
-from weft.models.attention_kernels import KERNELS, Limits, attend, attend_backward, find_kernel
+from weft.models.attention_kernels import KERNELS, KeyLimits, attend, attend_backward, find_kernel
 from weft.planner import make_plan
 from weft.training.build import build_state
 from weft.training.step import Stepper
@@ -37,18 +37,18 @@ def kernels() -> None:
             print(f"kernel {kernel.name:6} head_dim {width} heads {heads}/{kv}: {'agrees' if right else 'WRONG'}")
             if not right:
                 try:
-                    out, lse = kernel.forward(q, k, v, Limits(True))
-                    kernel.backward(dout, q, k, v, out, lse, Limits(True))
+                    out, lse = kernel.forward(q, k, v, KeyLimits(True))
+                    kernel.backward(dout, q, k, v, out, lse, KeyLimits(True))
                 except Exception as error:
                     print("   ", type(error).__name__, str(error)[:300])
-        ahead = attend(q, k, v, Limits(True))
-        whole = (*ahead, *attend_backward(dout, q, k, v, *ahead, Limits(True)))
+        ahead = attend(q, k, v, KeyLimits(True))
+        whole = (*ahead, *attend_backward(dout, q, k, v, *ahead, KeyLimits(True)))
         attention_kernels.MAX_KERNEL_ELEMENTS = q.numel() // 4
-        ahead = attend(q, k, v, Limits(True))
-        parts = (*ahead, *attend_backward(dout, q, k, v, *ahead, Limits(True)))
+        ahead = attend(q, k, v, KeyLimits(True))
+        parts = (*ahead, *attend_backward(dout, q, k, v, *ahead, KeyLimits(True)))
         attention_kernels.MAX_KERNEL_ELEMENTS = 1 << 29
         worst = max(difference(a, b) for a, b in zip(whole, parts, strict=True))
-        print(f"by {find_kernel(q, k, Limits(True)).name}: heads in groups differ by {worst:.1e}")
+        print(f"by {find_kernel(q, k, KeyLimits(True)).name}: heads in groups differ by {worst:.1e}")
 
 
 def difference(a: Tensor, b: Tensor) -> float:

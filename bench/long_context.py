@@ -137,12 +137,12 @@ def random_batch(random: Any, length: int, vocab: int, device: Any) -> dict[str,
 def run_kernel(length: int, device: str) -> dict[str, Any]:
     import torch
 
-    from weft.models.attention_kernels import KERNELS, Limits, _agrees, attend, attend_backward, find_kernel
+    from weft.models.attention_kernels import KERNELS, KeyLimits, _agrees, attend, attend_backward, find_kernel
 
     heads, kv, width = (HEADS, KV, 64) if device == "cuda" else (4, 2, 16)
     draw = [torch.randn((1, length, n, width), device=device, dtype=torch.bfloat16) for n in (heads, kv, kv, heads)]
     q, k, v, dout = draw
-    out: dict[str, Any] = {"kernel": find_kernel(q, k, Limits(True)).name}
+    out: dict[str, Any] = {"kernel": find_kernel(q, k, KeyLimits(True)).name}
 
     def once() -> tuple[float, float]:
         marks = []
@@ -150,9 +150,9 @@ def run_kernel(length: int, device: str) -> dict[str, Any]:
             synchronize(device)
             began = time.perf_counter()
             if part == 0:
-                y, lse = attend(q, k, v, Limits(True))
+                y, lse = attend(q, k, v, KeyLimits(True))
             else:
-                attend_backward(dout, q, k, v, y, lse, Limits(True))
+                attend_backward(dout, q, k, v, y, lse, KeyLimits(True))
             synchronize(device)
             marks.append(time.perf_counter() - began)
         return marks[0], marks[1]
@@ -179,16 +179,16 @@ def run_kernel(length: int, device: str) -> dict[str, Any]:
 
 def _others(kernel: Any, q: Any, k: Any, v: Any, dout: Any, device: str) -> dict[str, float] | str:
     """Measure every attention kernel at this length."""
-    from weft.models.attention_kernels import Limits
+    from weft.models.attention_kernels import KeyLimits
 
     try:
         for _ in range(2):
             synchronize(device)
             a = time.perf_counter()
-            y, lse = kernel.forward(q, k, v, Limits(True))
+            y, lse = kernel.forward(q, k, v, KeyLimits(True))
             synchronize(device)
             b = time.perf_counter()
-            kernel.backward(dout, q, k, v, y, lse, Limits(True))
+            kernel.backward(dout, q, k, v, y, lse, KeyLimits(True))
             synchronize(device)
             c = time.perf_counter()
         return {"forward_s": b - a, "backward_s": c - b}

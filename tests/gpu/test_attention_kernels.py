@@ -11,7 +11,7 @@ from weft.models.attention import TokenInfo, attention
 from weft.models.attention_kernels import (
     KERNELS,
     REFERENCE,
-    Limits,
+    KeyLimits,
     attend,
     attend_backward,
     find_kernel,
@@ -39,7 +39,7 @@ def close(found: Tensor, right: Tensor, dtype: torch.dtype) -> None:
     assert float((found - right).norm()) <= TOLERANCE[dtype] * float(right.norm()) + 1e-7 * found.numel()
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, limits: Limits) -> tuple[Tensor, ...]:
+def reference(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, limits: KeyLimits) -> tuple[Tensor, ...]:
     """Output, log-sum-exp and gradients in fp32."""
     q, k, v, dout = (t.float() for t in (q, k, v, dout))
     out, lse = REFERENCE.forward(q, k, v, limits)
@@ -49,7 +49,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, limits: Limits) -> 
 def test_fast_kernels_are_available() -> None:
     """cuDNN and flash run here and agree with the reference; else `attend` would silently be slow."""
     q, k, *_ = make(256, 256, torch.bfloat16)
-    assert find_kernel(q, k, Limits(True)).name == KERNELS["cuda"][0].name
+    assert find_kernel(q, k, KeyLimits(True)).name == KERNELS["cuda"][0].name
     for kernel in KERNELS["cuda"]:
         assert kernel is REFERENCE or module._agrees(kernel, DEVICE, torch.bfloat16, 64, 2), kernel.name
 
@@ -64,11 +64,11 @@ def test_kernels(
 ) -> None:
     q, k, v, dout = make(length, length, dtype, head_dim, heads=2 * group)
     if length == 1 and not kernel.single:
-        assert find_kernel(q, k, Limits(True)).single
+        assert find_kernel(q, k, KeyLimits(True)).single
         return
-    out, lse = kernel.forward(q, k, v, Limits(causal))
-    found = (out, lse, *kernel.backward(dout, q, k, v, out, lse, Limits(causal)))
-    for mine, right in zip(found, reference(q, k, v, dout, Limits(causal)), strict=True):
+    out, lse = kernel.forward(q, k, v, KeyLimits(causal))
+    found = (out, lse, *kernel.backward(dout, q, k, v, out, lse, KeyLimits(causal)))
+    for mine, right in zip(found, reference(q, k, v, dout, KeyLimits(causal)), strict=True):
         close(mine, right, dtype)
 
 
@@ -79,21 +79,21 @@ def test_attend_takes_any_shape(queries: int, keys: int, head_dim: int, dtype: t
     """`attend` finds a kernel for every shape and dtype; blocks that are not square are not causal."""
     q, k, v, dout = make(queries, keys, dtype, head_dim)
     causal = queries == keys
-    out, lse = attend(q, k, v, Limits(causal))
-    found = (out, lse, *attend_backward(dout, q, k, v, out, lse, Limits(causal)))
-    for mine, right in zip(found, reference(q, k, v, dout, Limits(causal)), strict=True):
+    out, lse = attend(q, k, v, KeyLimits(causal))
+    found = (out, lse, *attend_backward(dout, q, k, v, out, lse, KeyLimits(causal)))
+    for mine, right in zip(found, reference(q, k, v, dout, KeyLimits(causal)), strict=True):
         close(mine, right, dtype)
 
 
 def test_groups_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors too large for a kernel's 32-bit offsets are computed in groups of heads."""
     q, k, v, dout = make(256, 256, torch.bfloat16, heads=8, kv=4)
-    whole = attend(q, k, v, Limits(True))
+    whole = attend(q, k, v, KeyLimits(True))
     monkeypatch.setattr(module, "MAX_KERNEL_ELEMENTS", q.numel() // 4)
-    out, lse = attend(q, k, v, Limits(True))
+    out, lse = attend(q, k, v, KeyLimits(True))
     close(out, whole[0], torch.bfloat16)
-    found = (out, lse, *attend_backward(dout, q, k, v, out, lse, Limits(True)))
-    for mine, right in zip(found, reference(q, k, v, dout, Limits(True)), strict=True):
+    found = (out, lse, *attend_backward(dout, q, k, v, out, lse, KeyLimits(True)))
+    for mine, right in zip(found, reference(q, k, v, dout, KeyLimits(True)), strict=True):
         close(mine, right, torch.bfloat16)
 
 
@@ -103,13 +103,13 @@ def test_documents(causal: bool, dtype: torch.dtype) -> None:
     """Tokens attend within their document, in `attend` and in the attention of a whole sequence, with gradients."""
     q, k, v, dout = make(130, 130, dtype)
     ids = (torch.arange(130, device=DEVICE) // 37).expand(2, -1)
-    right = reference(q, k, v, dout, Limits(causal, (ids, ids)))
-    out, lse = attend(q, k, v, Limits(causal, (ids, ids)))
+    right = reference(q, k, v, dout, KeyLimits(causal, (ids, ids)))
+    out, lse = attend(q, k, v, KeyLimits(causal, (ids, ids)))
     for mine, exact in zip(
-        (out, lse, *attend_backward(dout, q, k, v, out, lse, Limits(causal, (ids, ids)))), right, strict=True
+        (out, lse, *attend_backward(dout, q, k, v, out, lse, KeyLimits(causal, (ids, ids)))), right, strict=True
     ):
         close(mine, exact, dtype)
-    for docs, wanted in ((ids, right), (None, reference(q, k, v, dout, Limits(causal)))):
+    for docs, wanted in ((ids, right), (None, reference(q, k, v, dout, KeyLimits(causal)))):
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
         y = attention(*leaves, causal, TokenInfo(None, docs, None, torch.arange(130, device=DEVICE), 130))
         for mine, exact in zip((y, *torch.autograd.grad(y, leaves, dout)), (wanted[0], *wanted[2:]), strict=True):
@@ -120,19 +120,19 @@ def test_queries_without_keys() -> None:
     """A query that sees no key gives 0 and a log-sum-exp of -inf, and does not change what it is merged with."""
     q, k, v, _ = make(16, 24, torch.bfloat16)
     docs = (torch.zeros(2, 16, dtype=torch.int64, device=DEVICE), torch.ones(2, 24, dtype=torch.int64, device=DEVICE))
-    out, lse = attend(q, k, v, Limits(False, docs))
+    out, lse = attend(q, k, v, KeyLimits(False, docs))
     assert not out.any() and bool((lse == float("-inf")).all())
-    other, other_lse = attend(q, k, v, Limits(False))
+    other, other_lse = attend(q, k, v, KeyLimits(False))
     merged, total = merge(out.float(), lse, other, other_lse)
     assert torch.equal(merged, other.float()) and torch.equal(total, other_lse)
 
 
 def test_blocks_merge_to_the_whole() -> None:
     q, k, v, dout = make(96, 256, torch.bfloat16)
-    right = reference(q, k, v, dout, Limits(False))
+    right = reference(q, k, v, dout, KeyLimits(False))
     out, lse = None, None
     for a in range(0, 256, 64):
-        y, log = attend(q, k[:, a : a + 64], v[:, a : a + 64], Limits(False))
+        y, log = attend(q, k[:, a : a + 64], v[:, a : a + 64], KeyLimits(False))
         out, lse = (y.float(), log) if out is None or lse is None else merge(out, lse, y, log)
     assert out is not None and lse is not None
     close(out, right[0], torch.bfloat16)
@@ -140,10 +140,11 @@ def test_blocks_merge_to_the_whole() -> None:
 
 
 WINDOWS = [
-    (256, 256, Limits(True, window=1)), (256, 256, Limits(True, window=70)), (199, 199, Limits(True, window=128)),
-    (256, 256, Limits(False, window=300, offset=256)), (256, 256, Limits(False, window=40, offset=256)),
-    (77, 256, Limits(False, window=300, offset=256)), (77, 256, Limits(False, window=9, offset=256)),
-    (256, 256, Limits(False, window=1000, offset=1024)),
+    (256, 256, KeyLimits(True, window=1)), (256, 256, KeyLimits(True, window=70)),
+    (199, 199, KeyLimits(True, window=128)),
+    (256, 256, KeyLimits(False, window=300, offset=256)), (256, 256, KeyLimits(False, window=40, offset=256)),
+    (77, 256, KeyLimits(False, window=300, offset=256)), (77, 256, KeyLimits(False, window=9, offset=256)),
+    (256, 256, KeyLimits(False, window=1000, offset=1024)),
 ]  # fmt: skip
 
 
@@ -182,7 +183,7 @@ def test_whole_sequences_with_windows(dtype: torch.dtype, sinks: bool) -> None:
     for mine, exact in zip(*made, strict=True):
         close(mine, exact, dtype)
     if not sinks:
-        for mine, exact in zip(made[0][1:], reference(q, k, v, dout, Limits(True, window=33))[2:], strict=True):
+        for mine, exact in zip(made[0][1:], reference(q, k, v, dout, KeyLimits(True, window=33))[2:], strict=True):
             close(mine, exact, dtype)
 
 
@@ -192,6 +193,6 @@ def test_compiled(window: int | None) -> None:
     info = TokenInfo(None, None, None, torch.arange(256, device=DEVICE), 256, window=window)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     y = torch.compile(attention, fullgraph=True)(*leaves, True, info)
-    right = reference(q, k, v, dout, Limits(True, window=window))
+    right = reference(q, k, v, dout, KeyLimits(True, window=window))
     for mine, exact in zip((y, *torch.autograd.grad(y, leaves, dout)), (right[0], *right[2:]), strict=True):
         close(mine, exact, torch.bfloat16)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from weft.job.schema import Model
 from weft.memory.split_kernels import join_kernel, round_kernel, split_kernel
 from weft.mesh import Mesh
-from weft.models import grouped_kernels, loss_kernels
+from weft.models import loss_kernels
+from weft.models.experts import grouped_kernels
 from weft.models.feedforward import FeedForward
 from weft.models.fp8 import fp8_gated, fp8_kernels
 from weft.models.fp8.fp8_linear import E4M3, E5M2, Fp8Recipe, cast

@@ -15,7 +15,7 @@ from weft.job.load import lessons
 from weft.job.schema import Model
 from weft.launch.rank_pool import RankPool
 from weft.models.attention import TokenInfo
-from weft.models.mixture_of_experts import MixtureOfExperts
+from weft.models.experts.mixture_of_experts import MixtureOfExperts
 from weft.parallel.expert.expert_parallel import ExpertDispatch
 
 RANKS = 4

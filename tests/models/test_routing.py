@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from weft.job.schema import Model
 from weft.models.attention import TokenInfo
-from weft.models.grouped import product
+from weft.models.experts.grouped import product
+from weft.models.experts.mixture_of_experts import MixtureOfExperts
 from weft.models.kernel_internals import grouped_mm
-from weft.models.mixture_of_experts import MixtureOfExperts
 
 BATCH, SEQ, DIM = 3, 7, 8
 

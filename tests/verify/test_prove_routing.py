@@ -15,7 +15,7 @@ from weft.job.schema import Model
 from weft.launch.rank_pool import RankPool
 from weft.mesh import connect
 from weft.models.attention import TokenInfo
-from weft.models.mixture_of_experts import MixtureOfExperts
+from weft.models.experts.mixture_of_experts import MixtureOfExperts
 from weft.parallel.expert.expert_load import ExpertLoad
 from weft.planner import make_plan
 from weft.verify.compare import compare

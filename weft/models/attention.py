@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.models.attention_kernels import HALF, MAX_KERNEL_ELEMENTS, Limits
+from weft.models.attention_kernels import HALF, MAX_KERNEL_ELEMENTS, KeyLimits
 from weft.models.kernel_internals import cudnn_attention, flash_attention
 
 
@@ -38,10 +38,10 @@ class TokenInfo(NamedTuple):
     scale: float | None = None
     """Scale of the scores, where it is not 1 / √head_dim."""
 
-    def limits(self, causal: bool) -> Limits:
+    def limits(self, causal: bool) -> KeyLimits:
         """Of all tokens of the sequence, in one block."""
         docs = None if self.docs is None else (self.docs, self.docs)
-        return Limits(causal, docs, self.window if self.is_limited_by_window(self.length) else None)
+        return KeyLimits(causal, docs, self.window if self.is_limited_by_window(self.length) else None)
 
     def is_limited_by_window(self, length: int) -> bool:
         """Whether the window is shorter than a sequence."""

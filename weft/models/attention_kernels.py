@@ -33,7 +33,7 @@ MAX_KERNEL_ELEMENTS = 1 << 29
 """Elements of the queries passed to a GPU kernel at once: some kernels use 32-bit offsets."""
 
 
-class Limits(NamedTuple):
+class KeyLimits(NamedTuple):
     """Which keys the queries of a block attend to."""
 
     causal: bool
@@ -51,13 +51,13 @@ class Limits(NamedTuple):
         first = self.offset - self.window + 1
         return min(queries, keys - first), max(first, 0)
 
-    def starting_at(self, rows: int, key: int) -> Limits:
+    def starting_at(self, rows: int, key: int) -> KeyLimits:
         """Those of the first queries and of the keys from `key` on."""
         docs = self.docs and (self.docs[0][:, :rows], self.docs[1][:, key:])
         return self._replace(docs=docs, offset=self.offset - key)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, limits: KeyLimits) -> tuple[Tensor, Tensor]:
     """One block: its output [batch, queries, heads, head_dim] and log-sum-exp in fp32 [batch, heads, queries]. A query
     that sees no key gives 0 and -inf."""
     rows, seen = limits.seen(q.shape[1], k.shape[1])
@@ -78,7 +78,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, limits: Limits) -> tuple[Tensor, Ten
     return out, lse
 
 
-def attend_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, limits: Limits) -> Grads:
+def attend_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, limits: KeyLimits
+) -> Grads:
     """Gradients of one block; `out` and `lse` may be those of all blocks that the queries see together."""
     rows, seen = limits.seen(q.shape[1], k.shape[1])
     if (rows, seen) != (q.shape[1], 0):
@@ -130,8 +132,8 @@ class Kernel:
     """Forward and backward of one block, and what it supports."""
 
     name: str
-    forward: Callable[[Tensor, Tensor, Tensor, Limits], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Limits], Grads]
+    forward: Callable[[Tensor, Tensor, Tensor, KeyLimits], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, KeyLimits], Grads]
     dtypes: tuple[torch.dtype, ...]
     docs: bool = False
     window: bool = False
@@ -144,7 +146,7 @@ def _tiles(q: Tensor, k: Tensor) -> range:
     return range(0, q.shape[1], rows)
 
 
-def _scores(q: Tensor, k: Tensor, first: int, rows: int, limits: Limits) -> Tensor:
+def _scores(q: Tensor, k: Tensor, first: int, rows: int, limits: KeyLimits) -> Tensor:
     """Scaled scores in fp32 of the queries from `first` on, -inf where masked: [b, kv, group, rows, keys]"""
     kv = k.shape[2]
     part = q[:, first : first + rows].unflatten(2, (kv, -1)).permute(0, 2, 3, 1, 4).float()
@@ -162,7 +164,7 @@ def _scores(q: Tensor, k: Tensor, first: int, rows: int, limits: Limits) -> Tens
     return scores
 
 
-def _reference_forward(q: Tensor, k: Tensor, v: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
+def _reference_forward(q: Tensor, k: Tensor, v: Tensor, limits: KeyLimits) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q)
     lse = _empty_lse(q)
     values = v.float().transpose(1, 2).unsqueeze(2)
@@ -178,7 +180,7 @@ def _reference_forward(q: Tensor, k: Tensor, v: Tensor, limits: Limits) -> tuple
 
 
 def _reference_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, limits: Limits
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, limits: KeyLimits
 ) -> Grads:
     kv, scale = k.shape[2], q.shape[-1] ** -0.5
     dq = torch.empty_like(q)
@@ -197,13 +199,15 @@ def _reference_backward(
     return dq, dk.transpose(1, 2).to(k.dtype), dv.transpose(1, 2).to(v.dtype)
 
 
-def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, limits: KeyLimits) -> tuple[Tensor, Tensor]:
     turned = (t.transpose(1, 2) for t in (q, k, v))
     found = cudnn_attention(*turned, None, True, 0.0, limits.causal, False)
     return found[0].transpose(1, 2), found[1].reshape(q.shape[0], q.shape[2], q.shape[1])
 
 
-def _cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, limits: Limits) -> Grads:
+def _cudnn_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, limits: KeyLimits
+) -> Grads:
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # random state, unused without dropout
     turned = (t.transpose(1, 2) for t in (dout, q, k, v, out))
     found = cudnn_attention_backward(
@@ -212,13 +216,15 @@ def _cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
     return tuple(t.transpose(1, 2) for t in found)
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, limits: KeyLimits) -> tuple[Tensor, Tensor]:
     options = _flash_options(q, k, limits)
     found = flash_attention(*_padded(q, k, v), None, None, q.shape[1], k.shape[1], 0.0, limits.causal, False, **options)
     return found[0][..., : q.shape[-1]], found[1]
 
 
-def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, limits: Limits) -> Grads:
+def _flash_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, limits: KeyLimits
+) -> Grads:
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
     options, each = _flash_options(q, k, limits), _padded(dout, q, k, v, out)
     found = flash_attention_backward(
@@ -232,7 +238,7 @@ def _padded(*tensors: Tensor) -> Iterator[Tensor]:
     return (F.pad(t, (0, -t.shape[-1] % 8)) if t.shape[-1] % 8 else t for t in tensors)
 
 
-def _flash_options(q: Tensor, k: Tensor, limits: Limits) -> dict[str, Any]:
+def _flash_options(q: Tensor, k: Tensor, limits: KeyLimits) -> dict[str, Any]:
     """flash counts a window's keys from the last query and the last key."""
     options: dict[str, Any] = {"scale": q.shape[-1] ** -0.5}
     if limits.window is not None:
@@ -256,7 +262,7 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {
 """Kernels by device, the fastest first."""
 
 
-def find_kernel(q: Tensor, k: Tensor, limits: Limits) -> Kernel:
+def find_kernel(q: Tensor, k: Tensor, limits: KeyLimits) -> Kernel:
     """The fastest kernel for such a block."""
     needs = tuple(
         name
@@ -280,8 +286,8 @@ def _find(device: str, dtype: torch.dtype, head_dim: int, group: int, needs: tup
 def _agrees(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, group: int) -> bool:
     """Whether a kernel runs on this device, forward and backward, and agrees with the reference."""
     random = torch.Generator().manual_seed(0)
-    cases = [(Limits(True), 256), (Limits(False), 256), (Limits(True), 199)]
-    windows = [(Limits(True, window=70), 199), (Limits(False, window=300, offset=256), 256)]
+    cases = [(KeyLimits(True), 256), (KeyLimits(False), 256), (KeyLimits(True), 199)]
+    windows = [(KeyLimits(True, window=70), 199), (KeyLimits(False, window=300, offset=256), 256)]
     try:
         for limits, length in cases + windows * kernel.window:
             shapes = ((1, length, n, head_dim) for n in (2 * group, 2, 2, 2 * group))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from weft.comm.shards import local_of
 from weft.models.attention import TokenInfo, attention_mask
-from weft.models.attention_kernels import Limits, attend, attend_backward
+from weft.models.attention_kernels import KeyLimits, attend, attend_backward
 
 
 class AttentionSinks(nn.Module):
@@ -66,7 +66,7 @@ def sinks_gradient(dout: Tensor, out: Tensor, total: Tensor, sinks: Tensor) -> T
 
 class _SinkAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, limits: Limits) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, limits: KeyLimits) -> Tensor:
         out, total = add_sinks(*attend(q, k, v, limits), sinks)
         ctx.save_for_backward(q, k, v, sinks, out, total)
         ctx.limits = limits

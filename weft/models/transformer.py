@@ -13,11 +13,11 @@ from weft.job.schema import Model
 from weft.models.attention import TokenInfo
 from weft.models.attention_layer import Attention
 from weft.models.dropout import Dropout, salt
+from weft.models.experts.mixture_of_experts import MixtureOfExperts
 from weft.models.feedforward import FeedForward, make_activation
 from weft.models.latent_attention import LatentAttention
 from weft.models.lora import Adapter
 from weft.models.loss import HeadProductsFactory, Record, head_products, linear_cross_entropy
-from weft.models.mixture_of_experts import MixtureOfExperts
 from weft.models.norms import make_norm
 from weft.models.patches import ImagePatches, PatchEmbedding
 from weft.models.rope import attention_factor, frequencies, rotation

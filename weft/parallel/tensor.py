@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from weft.job.errors import JobError
 from weft.models.attention_layer import Attention
 from weft.models.dropout import Dropout
+from weft.models.experts.mixture_of_experts import MixtureOfExperts
 from weft.models.lora import Adapter
-from weft.models.mixture_of_experts import MixtureOfExperts
 from weft.models.norms import WideRMSNorm
 from weft.models.transformer import Head
 from weft.parallel.inferred_parts import infer_parts

@@ -17,7 +17,7 @@ from weft.data.loader import to_device
 from weft.launch.rank_pool import RankPool
 from weft.mesh import connect
 from weft.models.attention import TokenInfo
-from weft.models.attention_kernels import REFERENCE, Limits, attend, attend_backward, merge
+from weft.models.attention_kernels import REFERENCE, KeyLimits, attend, attend_backward, merge
 from weft.models.attention_layer import _attention
 from weft.parallel.context.context_attention import Context
 from weft.parallel.context.sequence_split import SequenceSplit
@@ -203,15 +203,15 @@ def test_bytes_of_an_encoder_and_a_decoder(pool: RankPool) -> None:
 def test_merged_blocks_equal_full_attention() -> None:
     """Keys in two parts, merged, and a query that attends to none of the first."""
     (q, k, v, dout), _ = draw({**BASE, "kv": 2})
-    whole, lse = attend(q, k, v, Limits(False))
-    parts = [attend(q, k[:, s], v[:, s], Limits(False)) for s in (slice(0, 5), slice(5, None))]
+    whole, lse = attend(q, k, v, KeyLimits(False))
+    parts = [attend(q, k[:, s], v[:, s], KeyLimits(False)) for s in (slice(0, 5), slice(5, None))]
     out, log = merge(parts[0][0].float(), parts[0][1], *parts[1])
     torch.testing.assert_close(out, whole)
     torch.testing.assert_close(log, lse)
     docs = (torch.tensor([[0] * 4 + [9] * 12] * 2), torch.zeros((2, 16), dtype=torch.int64))
-    some, log = attend(q, k, v, Limits(False, docs))
+    some, log = attend(q, k, v, KeyLimits(False, docs))
     assert torch.equal(some[:, 4:], torch.zeros_like(some[:, 4:])) and bool((log[:, :, 4:] == float("-inf")).all())
-    assert all(g.isfinite().all() for g in attend_backward(dout, q, k, v, some, log, Limits(False, docs)))
+    assert all(g.isfinite().all() for g in attend_backward(dout, q, k, v, some, log, KeyLimits(False, docs)))
     assert REFERENCE.docs and REFERENCE.window
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.comm.axis import Axis
 from weft.comm.fake_internals import is_fake
-from weft.models.attention_kernels import Docs, Limits
+from weft.models.attention_kernels import Docs, KeyLimits
 from weft.models.encoder_decoder import shifted_right
 from weft.planner.plan import Plan
 from weft.planner.time.context import chunks_of, sees
@@ -144,11 +144,11 @@ class Blocks:
         """The chunks of one group that another needs."""
         return [j for j in self.of(of) if any(self.sees(i, j) for i in self.of(group))]
 
-    def limits(self, i: int, j: int) -> Limits:
+    def limits(self, i: int, j: int) -> KeyLimits:
         """Which keys of chunk j the queries of chunk i attend to."""
         offset = (i - j) * self.size
         limited = self.window is not None and offset + self.tokens(i) > self.window
-        return Limits(self.causal and i == j, self.documents(i, j), self.window if limited else None, offset)
+        return KeyLimits(self.causal and i == j, self.documents(i, j), self.window if limited else None, offset)
 
     def documents(self, i: int, j: int) -> Docs | None:
         """The documents of chunk i's queries and of chunk j's keys, for a mask; None if all belong to one document."""

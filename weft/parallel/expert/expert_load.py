@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.axis import Axis, Pending
-from weft.models.mixture_of_experts import MixtureOfExperts
+from weft.models.experts.mixture_of_experts import MixtureOfExperts
 from weft.parallel.expert.expert_parallel import ExpertDispatch
 from weft.parallel.expert.replication import ExpertCopies
 

@@ -25,15 +25,15 @@ from weft.comm.autograd import join_along, split_along
 from weft.comm.axis import Axis
 from weft.comm.overlapped_exchange import RowExchange
 from weft.mesh import Mesh
-from weft.models.feedforward import gated
-from weft.models.grouped import dispatch, known
-from weft.models.mixture_of_experts import (
+from weft.models.experts.grouped import dispatch, known
+from weft.models.experts.mixture_of_experts import (
     ExpertCompute,
     ExpertFeedForward,
     ExpertLayout,
     ExpertMatrices,
     MixtureOfExperts,
 )
+from weft.models.feedforward import gated
 from weft.parallel.data.data_parallel import shard
 from weft.parallel.expert.overlap import Halves
 from weft.parallel.expert.permutation import by_expert, sorted_by, swapped

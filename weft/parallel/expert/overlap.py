@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft.comm.axis import Axis
 from weft.comm.overlapped_exchange import RowExchange
-from weft.models.grouped import dispatch, known
+from weft.models.experts.grouped import dispatch, known
 from weft.parallel.expert.permutation import by_expert, sorted_by
 
 

@@ -1,7 +1,7 @@
 """Bytes of a mixture-of-experts layer through its passes.
 
-Each line follows a line of models/mixture_of_experts.py, models/grouped.py or parallel/expert/expert_parallel.py. Load
-is taken as even: a rank that is sent more than its share holds more.
+Each line follows a line of models/experts/ or parallel/expert/expert_parallel.py. Load is taken as even: a rank that is
+sent more than its share holds more.
 """
 
 from __future__ import annotations

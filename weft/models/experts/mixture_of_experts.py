@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from weft.comm.shards import local_of
 from weft.job.schema import Experts, Model
 from weft.models.attention import TokenInfo
+from weft.models.experts.grouped import add_bias, dispatch, gather_weighted, product
 from weft.models.feedforward import Activation, FeedForward, gated, make_activation
-from weft.models.grouped import add_bias, dispatch, gather_weighted, product
 
 AUX_WEIGHT = {"aux": 0.01, "bias": 0.0, "none": 0.0}
 """Weight of the auxiliary loss where the job gives none."""

@@ -135,7 +135,7 @@ class _GatherWeighted(torch.autograd.Function):
 
 def _kernels() -> Any:
     """Triton kernels that do each permutation in one pass."""
-    from weft.models import grouped_kernels
+    from weft.models.experts import grouped_kernels
 
     return grouped_kernels
 

@@ -1,0 +1,1 @@
+"""Experts: routing, and products of many small matrices at once."""
