@@ -24,7 +24,7 @@ from weft.job.schema import Job
 from weft.measure.device_peaks import measure_roofs
 from weft.measure.short_run import short_run
 from weft.measure.torch_internals import is_compiled
-from weft.planner.model.counts import count_parameters, flops_per_sample, flops_per_token
+from weft.planner.model.counts import attention_per_token, count_parameters, flops_per_sample, flops_per_token
 from weft.planner.model.reference_rate import peak_flops
 from weft.planner.time.traffic import communication_bytes
 from weft.precision import COMPUTE_DTYPES
@@ -190,10 +190,8 @@ def facts_of(session: Session) -> StepFacts:
     targets = tokens / job.data.seq_len if model.labels_samples else tokens
     ends = session.mesh.coord("pp") == plan.pp - 1 or plan.pp == 1 or bool(_heads(session))
     loss = 2 * targets * model.outputs / plan.tp * width if ends and count_parameters(model) else 0.0
-    total, attention = flops_per_token(model, job.data.seq_len), 0.0
-    if total and not model.is_stack:
-        full = 12.0 * (model.layers or 0) * (model.heads or 0) * (model.head_dim or 0) * job.data.seq_len
-        attention = full / 2 if model.causal else full
+    total = flops_per_token(model, job.data.seq_len)
+    attention = attention_per_token(model, job.data.seq_len) if total else 0.0
     share = tokens / plan.tp / plan.pp
     return StepFacts(
         bool(model.causal), (total - attention) * share if total else None,

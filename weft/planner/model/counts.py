@@ -67,11 +67,8 @@ def flops_per_token(model: Model, seq_len: int) -> float | None:
     counts = count_parameters(model)
     if counts is None:
         return None
-    layers = model.layers or 0
     matmuls = counts.first * counts.firsts + (counts.block - counts.idle) * counts.blocks + _head(model, seq_len)
-    attention = layers * _attention(model, seq_len)
-    if model.is_encoder_decoder:
-        attention = sum(_attention(model, seq_len, i) for i in range(layers))
+    attention = attention_per_token(model, seq_len)
     if model.lora is not None:  # frozen weights get no gradient
         return 4.0 * matmuls + 2.0 * count_trained(model) + attention
     return 6.0 * matmuls + attention
@@ -87,18 +84,30 @@ def _head(model: Model, seq_len: int) -> float:
     return float((model.vocab or 0) * dim + (dim * dim if model.is_encoder else 0))
 
 
-def _attention(model: Model, seq_len: int, index: int = 0) -> float:
+def attention_per_token(model: Model, seq_len: int) -> float:
+    """Training FLOPs a token of the scores and weighted sums of all blocks."""
+    layers = model.layers or 0
+    if model.is_encoder_decoder or model.window is not None:
+        return sum(_attention(model, seq_len, i) for i in range(layers))
+    return layers * _attention(model, seq_len, 0)
+
+
+def _attention(model: Model, seq_len: int, index: int) -> float:
     """FLOPs a token of one block's scores and weighted sums."""
     if model.is_stack:
         return 0.0
     full = 12.0 * (model.heads or 0) * (model.head_dim or 0) * seq_len
-    return full * attention_share(model, index)
+    return full * attention_share(model, seq_len, index)
 
 
-def attention_share(model: Model, index: int) -> float:
-    """Attention of a block, relative to one of all tokens to all: half if causal, and another one to the source."""
+def attention_share(model: Model, seq_len: int, index: int) -> float:
+    """Attention of a block, relative to one of all tokens to all: half if causal, less with a sliding window, and
+    another one to the source."""
     if model.is_encoder_decoder:
         return 1.0 if index < (model.encoder_layers or 0) else 1.5
+    if model.window is not None and model.window < seq_len and model.has_window(index):
+        reach = model.window / seq_len
+        return reach * (1 - reach / 2)
     return 0.5 if model.causal else 1.0
 
 
@@ -106,9 +115,8 @@ def part_costs(model: Model, seq_len: int) -> list[float]:
     """FLOPs per token of the embedding, each block and the head, by which pipeline stages are balanced."""
     counts = count_parameters(model)
     assert counts is not None, "a custom module has no parts to split"
-    first = 6.0 * counts.first + _attention(model, seq_len)
-    block = 6.0 * (counts.block - counts.idle) + _attention(model, seq_len, (model.layers or 1) - 1)
-    blocks = [first] * counts.firsts + [block] * counts.blocks
+    weights = [counts.first] * counts.firsts + [counts.block - counts.idle] * counts.blocks
+    blocks = [6.0 * count + _attention(model, seq_len, i) for i, count in enumerate(weights)]
     if model.is_stack:
         return [0.0, *blocks, 0.0]
     dim = model.dim or 0

@@ -200,6 +200,7 @@ class ModelFacts:
         get no gradient."""
         seen = np.where(np.asarray(self.causal) > 0, 0.5, 1.0) if causal_once else 1.0
         seen = np.where(np.asarray(self.cross_share) > 0, 1 + 0.5 * np.asarray(self.cross_share), seen)
+        seen = seen * (1 - self.windowed * (1 - self.window) ** 2) if causal_once else seen
         attention = 6.0 * self.heads * (2 * self.head_dim + self.rope_dim) * self.seq_len * seen
         products = self.layers * self.active_block + self.head_weights * self.head_share
         return 2.0 * self.passes * products + 6.0 * self.adapters + self.layers * attention

@@ -58,7 +58,7 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
         if not model.is_stack:
             scores = 4.0 * samples * seq * seq * (model.heads or 0) * (model.head_dim or 0) / plan.tp / plan.cp
             passes_of = {i: 4.0 if i < first + recomputed else 3.0 for i in range(first, end)}
-            total += scores * sum(passes * attention_share(model, i) for i, passes in passes_of.items())
+            total += scores * sum(passes * attention_share(model, seq, i) for i, passes in passes_of.items())
         for shard in shards:
             if not shard.weight.trained:
                 continue
