@@ -283,7 +283,8 @@ class Consensus:
     def _form(self, now: float) -> Proposal | None:
         """The first attempt: claimed by the lowest node when all expected nodes are visible."""
         candidates = sorted({self.me, *self.reports}) if self.elastic else range(self.expected)
-        there = [n for n in candidates if n == self.me or (self.sees(n, now) and self.reports[n].state != ENDED)]
+        running = {n for n, report in self.reports.items() if report.state != ENDED}
+        there = [n for n in candidates if n == self.me or (n in running and self.sees(n, now))]
         fresh = all(n == self.me or self.reports[n].attempt == 0 for n in there)
         if len(there) < self.expected or not fresh or there[0] != self.me:
             return None
