@@ -4,8 +4,8 @@
 
 Each case is a process of its own, and the cases take turns, so that a change in the card's clocks meets all of them.
 Weft is `weft train` on a job file, and its figures are those of its metrics.jsonl. The peers are in bench/peers.py;
-torchtitan comes from PEERS_SITE (pip install --target, --no-deps: torchtitan 0.2.2, torchdata, tyro,
-docstring_parser, torchao).
+torchtitan comes from PEERS_SITE (pip install --target, --no-deps: torchtitan 0.2.2, torchdata, torchao,
+tyro, and what tyro needs).
 
 MFU is by one formula for all: six FLOPs a token for each multiplied weight, causal attention counted once, over the
 H200's 989 TFLOP/s in bf16, also for the fp8 cases. "First step" is the time from the start of the process to the end

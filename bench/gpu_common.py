@@ -1,4 +1,4 @@
-"""What the benches on shared NCCL ranks have in common: arguments, facts about the machine, and the result files."""
+"""What the benches on a GPU have in common: arguments, facts about the machine, waiting, and the result files."""
 
 from __future__ import annotations
 
@@ -46,6 +46,12 @@ def facts(asked: argparse.Namespace) -> dict[str, str]:
         "GPU and driver": gpu[0] if gpu else "none", "torch": torch.__version__, "NCCL": nccl,
         "Python": platform.python_version(), "commit": commit or "unknown", "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
+
+
+def synchronize(device: str) -> None:
+    """Wait until the device has done what it was given."""
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def _output(*command: str) -> str:

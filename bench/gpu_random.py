@@ -93,7 +93,6 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--json", help="a file for the rows")
     parser.add_argument("--again", help="a file of such rows, whose jobs are run instead")
-    parser.add_argument("--only", default="", help="of those, the ones whose job contains this text")
     args = parser.parse_args()
     rng, began = random.Random(args.seed), time.monotonic()
     rows: list[dict[str, Any]] = []
@@ -106,7 +105,6 @@ def main() -> None:
     drawn = (draw(rng) for _ in itertools.count())
     if args.again:
         drawn = (row["job"] for row in json.loads(Path(args.again).read_text()))
-        drawn = (raw for raw in drawn if args.only in json.dumps(raw))
     jobs = itertools.islice((raw for raw in drawn if acceptable(raw, args.gib)), args.jobs)
     with ThreadPoolExecutor(args.at_once) as pool:
         list(pool.map(add_row, jobs))

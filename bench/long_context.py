@@ -27,6 +27,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from gpu_common import synchronize
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -242,13 +244,6 @@ def run_hf(length: int, checkpointing: bool, device: str) -> dict[str, Any]:
         "seconds": seconds, "tokens_per_s": length / seconds, "tflops": flops / seconds / 1e12,
         "mfu": flops / seconds / PEAK, "peak_gib": peak(device), "checkpointing": checkpointing,
     }  # fmt: skip
-
-
-def synchronize(device: str) -> None:
-    import torch
-
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def reset_peak(device: str) -> None:

@@ -9,6 +9,7 @@ import argparse
 import time
 
 import torch
+from gpu_common import synchronize
 from torch import nn
 
 from weft.job import parse_job
@@ -26,19 +27,14 @@ def milliseconds(name: str, weights: dict[str, nn.Parameter], device: str, steps
     optimizers.multiply_in(torch.bfloat16)
     for part in optimizers.parts:
         part.step()
-    _wait(device)
+    synchronize(device)
     start = time.perf_counter()
     for _ in range(steps):
         for part in optimizers.parts:
             part.step()
     given = time.perf_counter()
-    _wait(device)
+    synchronize(device)
     return (given - start) / steps * 1000, (time.perf_counter() - start) / steps * 1000
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from gpu_common import synchronize
 from torch import Tensor
 
 from weft.models.attention import TokenInfo, attention, masked_attention, window_mask
@@ -45,19 +46,14 @@ def measure(way: Way, leaves: list[Tensor], info: TokenInfo, repeats: int, devic
     """Milliseconds of a forward and backward pass: the shortest of three runs."""
     best = float("inf")
     for _ in range(4):
-        _wait(device)
+        synchronize(device)
         start = time.perf_counter()
         for _ in range(repeats):
             y = way(leaves[0], leaves[1], leaves[2], info)
             torch.autograd.grad(y, leaves, torch.ones_like(y))
-        _wait(device)
+        synchronize(device)
         best = min(best, (time.perf_counter() - start) / repeats * 1000)
     return best
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def main() -> None:
