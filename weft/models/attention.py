@@ -11,6 +11,9 @@ from torch import Tensor
 from weft.models.attention_kernels import HALF, MAX_KERNEL_ELEMENTS, KeyLimits
 from weft.models.kernel_internals import cudnn_attention, flash_attention
 
+CUDNN_WIDTH, FLASH_WIDTH = 128, 256
+"""The widest heads that the kernels take."""
+
 
 class TokenInfo(NamedTuple):
     """What a block needs to know about its tokens besides their values."""
@@ -50,14 +53,15 @@ class TokenInfo(NamedTuple):
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, info: TokenInfo) -> Tensor:
     """All tokens on this device. q [batch, seq, heads, head_dim], k and v of as many heads or fewer."""
-    if info.docs is None and info.bias is None and info.is_limited_by_window(q.shape[1]) and _suits_flash(q):
+    plain = info.docs is None and info.bias is None
+    if plain and info.is_limited_by_window(q.shape[1]) and _suits_kernel(q, FLASH_WIDTH):
         return _flash(q, k, v, info)
     mask = attention_mask(q, causal, info)
     if info.bias is not None:
         if causal and mask is None:
             mask = torch.ones(info.bias.shape[1:], dtype=torch.bool, device=q.device).tril()
         mask = biased(info.bias.to(q.dtype), mask)
-    if mask is None and _suits_cudnn(q):
+    if mask is None and _suits_kernel(q, CUDNN_WIDTH):
         return _cudnn(q, k, v, causal)
     return masked_attention(q, k, v, mask, info.scale, causal=causal and mask is None)
 
@@ -89,9 +93,10 @@ def attention_mask(q: Tensor, causal: bool, info: TokenInfo) -> Tensor | None:
     return near if mask is None else mask & near
 
 
-def _suits_cudnn(q: Tensor) -> bool:
+def _suits_kernel(q: Tensor, widest: int) -> bool:
+    """Whether a kernel takes such queries, of heads up to a width."""
     width = q.shape[-1]
-    return q.is_cuda and q.dtype in HALF and width % 8 == 0 and width <= 128 and q.numel() <= MAX_KERNEL_ELEMENTS
+    return q.is_cuda and q.dtype in HALF and width % 8 == 0 and width <= widest and q.numel() <= MAX_KERNEL_ELEMENTS
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -99,11 +104,6 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     turned = (t.transpose(1, 2) for t in (q, k, v))
     out: Tensor = cudnn_attention(*turned, None, torch.is_grad_enabled(), 0.0, causal, False)[0]
     return out.transpose(1, 2)
-
-
-def _suits_flash(q: Tensor) -> bool:
-    width = q.shape[-1]
-    return q.is_cuda and q.dtype in HALF and width % 8 == 0 and width <= 256 and q.numel() <= MAX_KERNEL_ELEMENTS
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, info: TokenInfo) -> Tensor:
