@@ -16,7 +16,7 @@ from weft.comm.fake_internals import is_fake
 from weft.models.attention_kernels import Docs, KeyLimits
 from weft.models.encoder_decoder import shifted_right
 from weft.planner.plan import Plan
-from weft.planner.time.context import chunks_of, sees
+from weft.planner.time.context import chunk_size, chunks_of, sees
 
 Batch = dict[str, Tensor]
 
@@ -49,8 +49,8 @@ class SequenceSplit:
 
     def padded(self, length: int) -> int:
         """The length with padding, which is never attended to and has no target."""
-        unit = self.ring * self.halves * self.ulysses * self.align
-        return -(-length // unit) * unit
+        chunks = self.ring * self.halves
+        return chunks * chunk_size(length, chunks, self.ulysses * self.align)
 
     def rows(self, length: int) -> Tensor:
         """The positions of this rank's tokens in the whole sequence."""

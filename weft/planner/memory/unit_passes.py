@@ -29,6 +29,7 @@ from weft.planner.memory.live_bytes import (
     norm_bytes,
     norm_gradient,
 )
+from weft.planner.model.counts import window_share
 from weft.planner.model.fp8 import delayed_scales, fp8_head_blocks
 from weft.planner.model.model_facts import Size
 from weft.planner.plan import Plan
@@ -215,7 +216,7 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
     elif m.window is not None and m.window < seq and not m.sinks and (plan.device != "cuda" or flags["fp32"]):
         # a mask for each block with a window
         whole = (layouts.cp == 1) & (not flags["long"])
-        mask = whole * _window_share(m) * float(seq) * seq * (z.c + 0.0 * z.tokens)
+        mask = whole * window_share(m) * float(seq) * seq * (z.c + 0.0 * z.tokens)
         dense, routed = _masked(dense, mask), _masked(routed, mask) if routed else None
     vocab = np.ceil(m.outputs / layouts.tp)
     targets = layouts.microbatch * 1.0 if m.labels_samples else z.tokens
@@ -254,11 +255,6 @@ def _learned(memory: PassTables, layouts: Layouts, z: Sizes) -> LearnedScores:
     own = whole * z.tokens * (z.heads + 2 * z.kv) * z.c
     back = np.maximum(2 * scores, scores + 2 * table * (layouts.microbatch > 1))
     return LearnedScores(scores, operands - own, 2 * scores + table + operands - own, back)
-
-
-def _window_share(m: Model) -> float:
-    """Share of the blocks that have the sliding window."""
-    return sum(m.has_window(i) for i in range(m.layers or 0)) / (m.layers or 1)
 
 
 def _masked(block: BlockBytes, mask: Size) -> BlockBytes:

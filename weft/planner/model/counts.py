@@ -111,6 +111,12 @@ def attention_share(model: Model, seq_len: int, index: int) -> float:
     return 0.5 if model.causal else 1.0
 
 
+def window_share(model: Model) -> float:
+    """Share of the blocks that have the sliding window."""
+    layers = model.layers or 1
+    return sum(model.has_window(i) for i in range(layers)) / layers
+
+
 def part_costs(model: Model, seq_len: int) -> list[float]:
     """FLOPs per token of the embedding, each block and the head, by which pipeline stages are balanced."""
     counts = count_parameters(model)

@@ -15,7 +15,7 @@ import numpy as np
 from weft.job.optim import OPTIMIZERS, WeightShard
 from weft.job.schema import Job, Model
 from weft.job.shapes import resolve
-from weft.planner.model.counts import count_trained
+from weft.planner.model.counts import count_trained, window_share
 from weft.planner.model.fp8 import fp8_head_blocks
 from weft.planner.model.weight_table import weights_of
 
@@ -264,8 +264,7 @@ def _windows(model: Model, seq_len: int) -> dict[str, float]:
     """What sliding windows change; kernels compute whole tiles of scores."""
     if model.window is None or model.window >= seq_len:
         return {}
-    layers = model.layers or 1
-    share = sum(model.has_window(i) for i in range(layers)) / layers
+    share = window_share(model)
     reach = min(1.0, (model.window + WINDOW_TILE) / seq_len)
     attended = 1 - share + share * reach * (2 - reach)
     return {"attended": attended, "window": model.window / seq_len, "windowed": share}

@@ -22,10 +22,8 @@ def sees(i: int, j: int, causal: bool, size: int = 1, window: int | None = None)
     return (j <= i or not causal) and near
 
 
-def chunk_size(plan: Plan, length: int) -> int:
-    """Tokens of a chunk; the sequence is padded so that all ranks have as many."""
-    ring, ulysses = plan.rings
-    chunks, unit = ring * (2 if plan.zigzag else 1), ulysses * (plan.tp if plan.sequence else 1)
+def chunk_size(length: int, chunks: int, unit: int) -> int:
+    """Tokens of a chunk, a multiple of `unit`; the sequence is padded so that all chunks have as many."""
     return -(-length // (chunks * unit)) * unit
 
 
@@ -100,8 +98,9 @@ def context_bytes(
     needed by the groups before alone.
     """
     ring, ulysses = plan.rings
-    size = chunk_size(plan, length)
-    tokens = sequences * size * ring * (2 if plan.zigzag else 1)
+    chunks, unit = ring * (2 if plan.zigzag else 1), ulysses * (plan.tp if plan.sequence else 1)
+    size = chunk_size(length, chunks, unit)
+    tokens = sequences * size * chunks
     d = model.head_dim or 0
     heads, kv = (model.heads or 0) // plan.tp, max(1, (model.kv_heads or 0) // plan.tp)
     held = max(kv, ulysses)  # copies of key heads where there are fewer than ranks
