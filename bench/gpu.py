@@ -38,13 +38,14 @@ PEAK = 989e12
 REFERENCE = "torchtitan-compile"
 WEFT: dict[str, tuple[str, list[str]]] = {
     "weft": ("bf16", []),
+    "weft-documents": ("bf16", ["data.source=pydoc", "data.mask_documents=true"]),
     "weft-fp8": ("fp8", []),
     "weft-fp8-no-head": ("fp8", ["fp8.head=false"]),
     "weft-fp8-dynamic": ("fp8", ["fp8.amax=dynamic", "fp8.head=false"]),
 }
 """Precision and overrides of the job."""
 ORDER = ("weft", "torchtitan-compile", "weft-fp8", "weft-fp8-no-head", "weft-fp8-dynamic",
-         "torchtitan-compile-fp8", "bare-loop", "torchtitan-eager", "hf-accelerate-compile",
+         "weft-documents", "torchtitan-compile-fp8", "bare-loop", "torchtitan-eager", "hf-accelerate-compile",
          "hf-accelerate-eager")  # fmt: skip
 AIMS = {"weft": 1.12, "weft-fp8": 1.55}
 """Target ratio to the tokens/s of torchtitan with compile in bf16."""

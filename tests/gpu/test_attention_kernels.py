@@ -18,6 +18,7 @@ from weft.models.attention_kernels import (
     merge,
 )
 from weft.models.attention_sinks import attention_with_sinks
+from weft.models.documents import Docs, Segments, find_segments, ids_on_host
 
 DEVICE = "cuda"
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -31,6 +32,11 @@ def make(
     shapes = ((batch, n, count, head_dim) for n, count in ((queries, heads), (keys, kv), (keys, kv), (queries, heads)))
     q, k, v, dout = (torch.randn(s, generator=random, device=DEVICE).to(dtype) for s in shapes)
     return q, k, v, dout
+
+
+def segments_of(docs: Tensor | None) -> Segments | None:
+    ids = None if docs is None else ids_on_host(docs)
+    return find_segments(ids, ids, torch.device(DEVICE))
 
 
 def close(found: Tensor, right: Tensor, dtype: torch.dtype) -> None:
@@ -100,27 +106,58 @@ def test_groups_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_documents(causal: bool, dtype: torch.dtype) -> None:
-    """Tokens attend within their document, in `attend` and in the attention of a whole sequence, with gradients."""
+    """Tokens attend within their document, in `attend` and in the attention of a whole sequence, with gradients: by a
+    mask, and by segments in both samples, whose documents differ."""
     q, k, v, dout = make(130, 130, dtype)
-    ids = (torch.arange(130, device=DEVICE) // 37).expand(2, -1)
-    right = reference(q, k, v, dout, KeyLimits(causal, (ids, ids)))
-    out, lse = attend(q, k, v, KeyLimits(causal, (ids, ids)))
-    for mine, exact in zip(
-        (out, lse, *attend_backward(dout, q, k, v, out, lse, KeyLimits(causal, (ids, ids)))), right, strict=True
-    ):
-        close(mine, exact, dtype)
-    for docs, wanted in ((ids, right), (None, reference(q, k, v, dout, KeyLimits(causal)))):
+    ids = torch.stack([torch.arange(130) // 37, (torch.arange(130) > 5).long() * 7]).to(DEVICE)
+    found = segments_of(ids)
+    assert found is not None and (found.most_queries, found.queries.tolist()) == (
+        128,
+        [0, 37, 74, 111, 130, 136, 260, 260, 260],
+    )
+    right = reference(q, k, v, dout, KeyLimits(causal, Docs(ids, ids)))
+    for segments in (None, found):
+        limits = KeyLimits(causal, Docs(ids, ids, segments))
+        if dtype != torch.float32:
+            assert find_kernel(q, k, limits).name == ("reference" if segments is None else "flash")
+        out, lse = attend(q, k, v, limits)
+        mine = (out, lse, *attend_backward(dout, q, k, v, out, lse, limits))
+        for one, exact in zip(mine, right, strict=True):
+            close(one, exact, dtype)
+    plain = reference(q, k, v, dout, KeyLimits(causal))
+    for docs, segments, wanted in ((ids, None, right), (ids, found, right), (None, None, plain)):
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-        y = attention(*leaves, causal, TokenInfo(None, docs, None, torch.arange(130, device=DEVICE), 130))
-        for mine, exact in zip((y, *torch.autograd.grad(y, leaves, dout)), (wanted[0], *wanted[2:]), strict=True):
-            close(mine, exact, dtype)
+        rows = torch.arange(130, device=DEVICE)
+        y = attention(*leaves, causal, TokenInfo(None, docs, None, rows, 130, segments=segments))
+        for one, exact in zip((y, *torch.autograd.grad(y, leaves, dout)), (wanted[0], *wanted[2:]), strict=True):
+            close(one, exact, dtype)
+
+
+@pytest.mark.parametrize("head_dim", [64, 72])
+def test_documents_of_other_keys_than_queries(head_dim: int) -> None:
+    """As in a ring: documents that only queries have, that only keys have, and of both."""
+    q, k, v, dout = make(96, 160, torch.bfloat16, head_dim)
+    of_queries = torch.tensor([[3] * 50 + [4] * 46, [1] * 10 + [2] * 86])
+    of_keys = torch.tensor([[1] * 30 + [3] * 130, [0] * 160])
+    segments = find_segments(of_queries.numpy(), of_keys.numpy(), torch.device(DEVICE))
+    limits = KeyLimits(False, Docs(of_queries.to(DEVICE), of_keys.to(DEVICE), segments))
+    assert find_kernel(q, k, limits).name == "flash"
+    right = reference(q, k, v, dout, limits)
+    total = torch.where(right[1] == float("-inf"), 0.0, right[1])  # as if other blocks had seen keys
+    out, lse = attend(q, k, v, limits)
+    for mine, exact in zip((out, lse), right[:2], strict=True):
+        assert torch.equal(mine == float("-inf"), exact == float("-inf"))
+        close(mine.nan_to_num(neginf=0.0), exact.nan_to_num(neginf=0.0), torch.bfloat16)
+    for mine, exact in zip(attend_backward(dout, q, k, v, out, total, limits), right[2:], strict=True):
+        close(mine, exact, torch.bfloat16)
 
 
 def test_queries_without_keys() -> None:
     """A query that sees no key gives 0 and a log-sum-exp of -inf, and does not change what it is merged with."""
     q, k, v, _ = make(16, 24, torch.bfloat16)
-    docs = (torch.zeros(2, 16, dtype=torch.int64, device=DEVICE), torch.ones(2, 24, dtype=torch.int64, device=DEVICE))
-    out, lse = attend(q, k, v, KeyLimits(False, docs))
+    zeros, ones = torch.zeros(2, 16, dtype=torch.int64), torch.ones(2, 24, dtype=torch.int64)
+    segments = find_segments(zeros.numpy(), ones.numpy(), torch.device(DEVICE))
+    out, lse = attend(q, k, v, KeyLimits(False, Docs(zeros.to(DEVICE), ones.to(DEVICE), segments)))
     assert not out.any() and bool((lse == float("-inf")).all())
     other, other_lse = attend(q, k, v, KeyLimits(False))
     merged, total = merge(out.float(), lse, other, other_lse)
@@ -165,11 +202,15 @@ def test_windows(dtype: torch.dtype, head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_whole_sequences_with_windows(dtype: torch.dtype, sinks: bool) -> None:
+def test_whole_sequences_with_windows(dtype: torch.dtype, sinks: bool, packed: bool) -> None:
     q, k, v, dout = make(200, 200, dtype)
+    ids = (torch.arange(200, device=DEVICE) // 70).expand(2, -1) if packed else None
+    docs = None if ids is None else Docs(ids, ids)
     scores = torch.linspace(-1, 1, 4, device=DEVICE) if sinks else None
-    info = TokenInfo(None, None, None, torch.arange(200, device=DEVICE), 200, window=33, sinks=scores)
+    rows = torch.arange(200, device=DEVICE)
+    info = TokenInfo(None, ids, None, rows, 200, window=33, sinks=scores, segments=segments_of(ids))
     function = attention_with_sinks if sinks else attention
     made = []
     for kind in (dtype, torch.float32):
@@ -183,16 +224,21 @@ def test_whole_sequences_with_windows(dtype: torch.dtype, sinks: bool) -> None:
     for mine, exact in zip(*made, strict=True):
         close(mine, exact, dtype)
     if not sinks:
-        for mine, exact in zip(made[0][1:], reference(q, k, v, dout, KeyLimits(True, window=33))[2:], strict=True):
+        for mine, exact in zip(made[0][1:], reference(q, k, v, dout, KeyLimits(True, docs, 33))[2:], strict=True):
             close(mine, exact, dtype)
 
 
-@pytest.mark.parametrize("window", [None, 100])
-def test_compiled(window: int | None) -> None:
+@pytest.mark.parametrize(("window", "packed"), [(None, False), (100, False), (None, True), (30, True)])
+def test_compiled(window: int | None, packed: bool) -> None:
+    """Documents of other numbers and lengths each time too."""
     q, k, v, dout = make(256, 256, torch.bfloat16)
-    info = TokenInfo(None, None, None, torch.arange(256, device=DEVICE), 256, window=window)
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    y = torch.compile(attention, fullgraph=True)(*leaves, True, info)
-    right = reference(q, k, v, dout, KeyLimits(True, window=window))
-    for mine, exact in zip((y, *torch.autograd.grad(y, leaves, dout)), (right[0], *right[2:]), strict=True):
-        close(mine, exact, torch.bfloat16)
+    rows = torch.arange(256, device=DEVICE)
+    compiled = torch.compile(attention, fullgraph=True)
+    for mean in (70, 10, 200) if packed else (1,):
+        ids = (rows // mean).expand(2, -1) if packed else None
+        info = TokenInfo(None, ids, None, rows, 256, window=window, segments=segments_of(ids))
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        y = compiled(*leaves, True, info)
+        right = reference(q, k, v, dout, KeyLimits(True, None if ids is None else Docs(ids, ids), window))
+        for mine, exact in zip((y, *torch.autograd.grad(y, leaves, dout)), (right[0], *right[2:]), strict=True):
+            close(mine, exact, torch.bfloat16)

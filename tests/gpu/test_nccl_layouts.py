@@ -63,6 +63,17 @@ def test_windows_and_sinks(shared_ranks: RankPool, precision: str) -> None:
     check(shared_ranks, ["cp4 ring", "cp2 ulysses"], precision, model, memory={"chunk": 8})
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_packed_documents(shared_ranks: RankPool, precision: str) -> None:
+    """The host waits for the documents of each microbatch, in pipelines too."""
+    data = {"source": "pydoc", "seq_len": 256, "mask_documents": True}
+    layouts = ["pp4 1f1b microbatches=8", "pp2 zbv dp_shard=2 microbatches=4", "cp4 ring", "cp4 hybrid", "cp2 tp2"]
+    check(shared_ranks, [*layouts, "dp_shard=4 zero=3", "pp2 cp2 ulysses"], precision, data=data)
+    model = {**MODEL, "window": 12, "window_layers": [0, 2, 3, 5], "sinks": True}
+    check(shared_ranks, ["cp4 ring", "cp4 ulysses", "tp2 dp_shard=2"], precision, model, data=data)
+    check(shared_ranks, ["cp2 ring", "tp2"], precision, data=data, memory={"chunk": 64})
+
+
 @pytest.mark.parametrize(
     ("name", "precision"),
     [("muon", "fp32"), ("muon", "bf16"), ("adafactor", "fp32"), ("lamb", "fp32"), ("lars", "fp32")],

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.models.attention_kernels import HALF, MAX_KERNEL_ELEMENTS, KeyLimits
+from weft.models.documents import Docs, Segments, document_mask
 from weft.models.kernel_internals import cudnn_attention, flash_attention
 
 CUDNN_WIDTH, FLASH_WIDTH = 128, 256
@@ -40,10 +41,12 @@ class TokenInfo(NamedTuple):
     """What is added to the scores [heads, queries, keys]."""
     scale: float | None = None
     """Scale of the scores, where it is not 1 / √head_dim."""
+    segments: Segments | None = None
+    """The documents as kernels take them, where one can."""
 
     def limits(self, causal: bool) -> KeyLimits:
         """Of all tokens of the sequence, in one block."""
-        docs = None if self.docs is None else (self.docs, self.docs)
+        docs = None if self.docs is None else Docs(self.docs, self.docs, self.segments)
         return KeyLimits(causal, docs, self.window if self.is_limited_by_window(self.length) else None)
 
     def is_limited_by_window(self, length: int) -> bool:
@@ -53,9 +56,10 @@ class TokenInfo(NamedTuple):
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, info: TokenInfo) -> Tensor:
     """All tokens on this device. q [batch, seq, heads, head_dim], k and v of as many heads or fewer."""
-    plain = info.docs is None and info.bias is None
-    if plain and info.is_limited_by_window(q.shape[1]) and _suits_kernel(q, FLASH_WIDTH):
-        return _flash(q, k, v, info)
+    limited = info.docs is not None or info.is_limited_by_window(q.shape[1])
+    segmented = info.docs is None or info.segments is not None
+    if limited and segmented and info.bias is None and _suits_kernel(q, FLASH_WIDTH):
+        return _flash(q, k, v, causal, info)
     mask = attention_mask(q, causal, info)
     if info.bias is not None:
         if causal and mask is None:
@@ -106,21 +110,18 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return out.transpose(1, 2)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, info: TokenInfo) -> Tensor:
-    """flash's kernel, the one with windows: it computes no scores outside of them."""
-    assert info.window is not None
-    length, left = q.shape[1], info.window - 1
-    out: Tensor = flash_attention(
-        q, k, v, None, None, length, length, 0.0, True, False,
-        scale=info.scale, window_size_left=left, window_size_right=0,
-    )[0]  # fmt: skip
-    return out
-
-
-def document_mask(of_queries: Tensor, of_keys: Tensor, causal: bool) -> Tensor:
-    """True where a token may attend: within its document, and not ahead if causal. [batch, 1, queries, keys]"""
-    same = of_queries.unsqueeze(2) == of_keys.unsqueeze(1)
-    return (same.tril() if causal else same).unsqueeze(1)
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, info: TokenInfo) -> Tensor:
+    """flash's kernel, the one with windows and documents: it computes no scores outside of them."""
+    window = {}
+    if info.window is not None and info.is_limited_by_window(q.shape[1]):
+        window = {"window_size_left": info.window - 1, "window_size_right": 0}
+    lengths: tuple[Tensor | None, Tensor | None, int, int] = (None, None, q.shape[1], k.shape[1])
+    whole = q.shape
+    if info.segments is not None:
+        lengths = info.segments
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    out: Tensor = flash_attention(q, k, v, *lengths, 0.0, causal, False, scale=info.scale, **window)[0]
+    return out if info.segments is None else out.unflatten(0, whole[:2])
 
 
 def window_mask(length: int, window: int, device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.models.documents import Docs, Segments, find_segments
 from weft.models.kernel_internals import (
     cudnn_attention,
     cudnn_attention_backward,
@@ -23,8 +24,6 @@ from weft.models.kernel_internals import (
     flash_attention_backward,
 )
 
-Docs = tuple[Tensor, Tensor]
-"""Document ids of the queries [batch, queries] and keys [batch, keys]; tokens attend within their document."""
 Grads = tuple[Tensor, Tensor, Tensor]
 
 MAX_SCORES = 1 << 24
@@ -44,6 +43,10 @@ class KeyLimits(NamedTuple):
     offset: int = 0
     """Position of the first query, less that of the first key."""
 
+    @property
+    def segments(self) -> Segments | None:
+        return None if self.docs is None else self.docs.segments
+
     def seen(self, queries: int, keys: int) -> tuple[int, int]:
         """The number of queries that see a key, and the first key that one of them sees."""
         if self.window is None:
@@ -53,7 +56,7 @@ class KeyLimits(NamedTuple):
 
     def starting_at(self, rows: int, key: int) -> KeyLimits:
         """Those of the first queries and of the keys from `key` on."""
-        docs = self.docs and (self.docs[0][:, :rows], self.docs[1][:, key:])
+        docs = self.docs and Docs(self.docs.queries[:, :rows], self.docs.keys[:, key:])
         return self._replace(docs=docs, offset=self.offset - key)
 
 
@@ -135,7 +138,9 @@ class Kernel:
     forward: Callable[[Tensor, Tensor, Tensor, KeyLimits], tuple[Tensor, Tensor]]
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, KeyLimits], Grads]
     dtypes: tuple[torch.dtype, ...]
-    docs: bool = False
+    masks: bool = False
+    """Documents without segments."""
+    segments: bool = False
     window: bool = False
     single: bool = True
     """One query and one key."""
@@ -159,7 +164,7 @@ def _scores(q: Tensor, k: Tensor, first: int, rows: int, limits: KeyLimits) -> T
         if limits.window is not None:
             scores.masked_fill_(key <= row + (limits.offset - limits.window), float("-inf"))
     if limits.docs is not None:
-        same = limits.docs[0][:, first : first + rows].unsqueeze(2) == limits.docs[1].unsqueeze(1)
+        same = limits.docs.queries[:, first : first + rows].unsqueeze(2) == limits.docs.keys.unsqueeze(1)
         scores.masked_fill_(~same[:, None, None], float("-inf"))
     return scores
 
@@ -217,25 +222,39 @@ def _cudnn_backward(
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, limits: KeyLimits) -> tuple[Tensor, Tensor]:
-    options = _flash_options(q, k, limits)
-    found = flash_attention(*_padded(q, k, v), None, None, q.shape[1], k.shape[1], 0.0, limits.causal, False, **options)
-    return found[0][..., : q.shape[-1]], found[1]
+    found = flash_attention(*_flash_inputs(limits, q, k, v), *_flash_lengths(q, k, limits), 0.0, limits.causal, False,
+        **_flash_options(q, k, limits))  # fmt: skip
+    out, lse = found[0][..., : q.shape[-1]], found[1]
+    if limits.segments is None:
+        return out, lse
+    lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
+    return out.unflatten(0, q.shape[:2]), lse.masked_fill_(
+        lse == float("inf"), float("-inf")
+    )  # inf where there is no key
 
 
 def _flash_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, limits: KeyLimits
 ) -> Grads:
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    options, each = _flash_options(q, k, limits), _padded(dout, q, k, v, out)
+    if limits.segments is not None:
+        lse = lse.transpose(0, 1).flatten(1)
     found = flash_attention_backward(
-        *each, lse, None, None, q.shape[1], k.shape[1], 0.0, limits.causal, unused, unused, **options
-    )
-    return tuple(t[..., : q.shape[-1]] for t in found)
+        *_flash_inputs(limits, dout, q, k, v, out), lse, *_flash_lengths(q, k, limits), 0.0, limits.causal, unused,
+        unused, **_flash_options(q, k, limits),
+    )  # fmt: skip
+    return tuple(t[..., : q.shape[-1]].reshape(of.shape) for t, of in zip(found, (q, k, v), strict=True))
 
 
-def _padded(*tensors: Tensor) -> Iterator[Tensor]:
-    """flash takes heads whose width is a multiple of 8."""
-    return (F.pad(t, (0, -t.shape[-1] % 8)) if t.shape[-1] % 8 else t for t in tensors)
+def _flash_inputs(limits: KeyLimits, *tensors: Tensor) -> Iterator[Tensor]:
+    """flash takes heads whose width is a multiple of 8, and segments of one sequence."""
+    for t in tensors:
+        padded = F.pad(t, (0, -t.shape[-1] % 8)) if t.shape[-1] % 8 else t
+        yield padded if limits.segments is None else padded.flatten(0, 1)
+
+
+def _flash_lengths(q: Tensor, k: Tensor, limits: KeyLimits) -> tuple[Tensor | None, Tensor | None, int, int]:
+    return limits.segments or (None, None, q.shape[1], k.shape[1])
 
 
 def _flash_options(q: Tensor, k: Tensor, limits: KeyLimits) -> dict[str, Any]:
@@ -249,12 +268,18 @@ def _flash_options(q: Tensor, k: Tensor, limits: KeyLimits) -> dict[str, Any]:
 
 HALF = (torch.bfloat16, torch.float16)
 REFERENCE = Kernel(
-    "reference", _reference_forward, _reference_backward, (torch.float32, torch.float64, *HALF), docs=True, window=True
+    "reference",
+    _reference_forward,
+    _reference_backward,
+    (torch.float32, torch.float64, *HALF),
+    masks=True,
+    segments=True,
+    window=True,
 )
 KERNELS: dict[str, tuple[Kernel, ...]] = {
     "cuda": (
         Kernel("cudnn", _cudnn_forward, _cudnn_backward, HALF, single=False),
-        Kernel("flash", _flash_forward, _flash_backward, HALF, window=True),
+        Kernel("flash", _flash_forward, _flash_backward, HALF, segments=True, window=True),
         REFERENCE,
     ),
     "cpu": (REFERENCE,),
@@ -267,7 +292,8 @@ def find_kernel(q: Tensor, k: Tensor, limits: KeyLimits) -> Kernel:
     needs = tuple(
         name
         for name, needed in (
-            ("docs", limits.docs is not None),
+            ("masks", limits.docs is not None and limits.segments is None),
+            ("segments", limits.segments is not None),
             ("window", limits.window is not None),
             ("single", q.shape[1] == k.shape[1] == 1),
         )
@@ -289,6 +315,8 @@ def _agrees(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, grou
     cases = [(KeyLimits(True), 256), (KeyLimits(False), 256), (KeyLimits(True), 199)]
     windows = [(KeyLimits(True, window=70), 199), (KeyLimits(False, window=300, offset=256), 256)]
     try:
+        if kernel.segments:
+            cases += [(KeyLimits(causal, _example(causal, device)), 199) for causal in (True, False)]
         for limits, length in cases + windows * kernel.window:
             shapes = ((1, length, n, head_dim) for n in (2 * group, 2, 2, 2 * group))
             q, k, v, dout = (torch.randn(shape, generator=random).to(device, dtype) for shape in shapes)
@@ -301,3 +329,11 @@ def _agrees(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, grou
     except (RuntimeError, TypeError, AttributeError):
         return False
     return True
+
+
+def _example(square: bool, device: str) -> Docs:
+    """Documents of 199 tokens; of other keys than queries if not square, some without any."""
+    queries = torch.arange(199).unsqueeze(0) // 67
+    keys = queries if square else torch.arange(199).unsqueeze(0) // 80 * 2
+    segments = find_segments(queries.numpy(), keys.numpy(), torch.device(device))
+    return Docs(queries.to(device), keys.to(device), segments)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from weft.comm.shards import local_of
 from weft.models.attention import TokenInfo, attention_mask
-from weft.models.attention_kernels import KeyLimits, attend, attend_backward
+from weft.models.attention_kernels import HALF, KeyLimits, attend, attend_backward
 
 
 class AttentionSinks(nn.Module):
@@ -40,9 +40,9 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tenso
 
 @torch.compiler.disable
 def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, causal: bool, info: TokenInfo) -> Tensor:
-    """All tokens on this device: by the kernels that return the log-sum-exp, unless documents limit the attention."""
+    """All tokens on this device: by the kernels that return the log-sum-exp, unless documents need a mask."""
     assert info.sinks is not None
-    if info.docs is not None:
+    if info.docs is not None and (info.segments is None or q.dtype not in HALF):
         mask = attention_mask(q, causal, info)
         assert mask is not None
         return masked_attention(q, k, v, mask, info.sinks)

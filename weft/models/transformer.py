@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from weft.job.schema import Model
 from weft.models.attention import TokenInfo
 from weft.models.attention_layer import Attention
+from weft.models.documents import find_segments, ids_on_host
 from weft.models.dropout import Dropout, salt
 from weft.models.experts.mixture_of_experts import MixtureOfExperts
 from weft.models.feedforward import FeedForward, make_activation
@@ -198,8 +199,10 @@ class Transformer(nn.Module):
         # types [batch, seq]: kinds of tokens, by default 0; features: return the output of the last block
         if self.images is not None and inputs.dim() == 4:
             inputs = self.images(inputs)
+        segments = None
         if rows is None:
             rows = torch.arange(inputs.shape[1], device=inputs.device)
+            segments = None if docs is None else find_segments(ids := ids_on_host(docs), ids, docs.device)
         positions = rows if positions is None else positions
         length = inputs.shape[1] if length is None else length
         angles = window_angles = None
@@ -208,7 +211,7 @@ class Transformer(nn.Module):
             angles = rotation(positions, freq, attention_factor(self.scaling))
             if self.window_theta is not None:
                 window_angles = rotation(positions, frequencies(self.rope_dim, self.window_theta, None, inputs.device))
-        info = TokenInfo(angles, docs, keys, rows, length, keys, window_angles)
+        info = TokenInfo(angles, docs, keys, rows, length, keys, window_angles, segments=segments)
         x = self.begin(inputs, positions, info, types) if hidden is None else hidden
         for index, block in self.blocks.named_children():
             # each block has its own dropout keys but the same code, so that one compilation serves all

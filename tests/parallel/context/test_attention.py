@@ -19,6 +19,7 @@ from weft.mesh import connect
 from weft.models.attention import TokenInfo
 from weft.models.attention_kernels import REFERENCE, KeyLimits, attend, attend_backward, merge
 from weft.models.attention_layer import _attention
+from weft.models.documents import Docs
 from weft.parallel.context.context_attention import Context
 from weft.parallel.context.sequence_split import SequenceSplit
 from weft.planner import make_plan
@@ -208,11 +209,11 @@ def test_merged_blocks_equal_full_attention() -> None:
     out, log = merge(parts[0][0].float(), parts[0][1], *parts[1])
     torch.testing.assert_close(out, whole)
     torch.testing.assert_close(log, lse)
-    docs = (torch.tensor([[0] * 4 + [9] * 12] * 2), torch.zeros((2, 16), dtype=torch.int64))
+    docs = Docs(torch.tensor([[0] * 4 + [9] * 12] * 2), torch.zeros((2, 16), dtype=torch.int64))
     some, log = attend(q, k, v, KeyLimits(False, docs))
     assert torch.equal(some[:, 4:], torch.zeros_like(some[:, 4:])) and bool((log[:, :, 4:] == float("-inf")).all())
     assert all(g.isfinite().all() for g in attend_backward(dout, q, k, v, some, log, KeyLimits(False, docs)))
-    assert REFERENCE.docs and REFERENCE.window
+    assert REFERENCE.masks and REFERENCE.segments and REFERENCE.window
 
 
 def test_style_depends_on_heads_links_and_length() -> None:

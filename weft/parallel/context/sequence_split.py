@@ -5,7 +5,7 @@ the front and the r-th from the end, so that every group computes the same numbe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from weft.comm.axis import Axis
 from weft.comm.fake_internals import is_fake
-from weft.models.attention_kernels import Docs, KeyLimits
+from weft.models.attention_kernels import KeyLimits
+from weft.models.documents import Docs, Ids, find_segments, ids_on_host
 from weft.models.encoder_decoder import shifted_right
 from weft.planner.plan import Plan
 from weft.planner.time.context import chunk_size, chunks_of, sees
@@ -107,6 +108,12 @@ class Blocks:
     causal: bool
     docs: Tensor | None
     window: int | None = None
+    found: dict[tuple[int, int], Docs] = field(default_factory=dict)
+    """Documents of pairs of chunks."""
+
+    @cached_property
+    def ids(self) -> Ids | None:
+        return None if self.docs is None else ids_on_host(self.docs)
 
     @cached_property
     def size(self) -> int:
@@ -151,10 +158,15 @@ class Blocks:
         return KeyLimits(self.causal and i == j, self.documents(i, j), self.window if limited else None, offset)
 
     def documents(self, i: int, j: int) -> Docs | None:
-        """The documents of chunk i's queries and of chunk j's keys, for a mask; None if all belong to one document."""
+        """The documents of chunk i's queries and of chunk j's keys; None if all belong to one document."""
         if self.docs is None:
             return None
         if all(a == b == c == d for (a, b), (c, d) in zip(self.spans[i], self.spans[j], strict=True)):
             return None
-        a, b = (self.docs[:, x * self.size : x * self.size + self.tokens(x)] for x in (i, j))
-        return a, b
+        if (i, j) not in self.found:
+            here, there = (slice(x * self.size, x * self.size + self.tokens(x)) for x in (i, j))
+            segments = None
+            if self.ids is not None and (self.window is None or i == j):  # in each its queries and keys begin together
+                segments = find_segments(self.ids[:, here], self.ids[:, there], self.docs.device)
+            self.found[i, j] = Docs(self.docs[:, here], self.docs[:, there], segments)
+        return self.found[i, j]

@@ -209,8 +209,9 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
             dense, routed = _masked(dense, layouts.microbatch * table), _masked(routed, layouts.microbatch * table)
     rotary = float(FP32_BYTES * seq * (m.head_dim or 0)) * (layouts.microbatch if job.data.separates_documents else 1)
     per_microbatch = (rotary if m.positions == "rope" else 8.0 * seq) + 0.0 * z.tokens
-    masks = layouts.microbatch * float(seq) * seq * job.data.separates_documents
-    if job.data.separates_documents:
+    masked = job.data.separates_documents and not _has_segments(memory, z)
+    masks = layouts.microbatch * float(seq) * seq * masked
+    if masked:
         mask = masks * z.c
         dense, routed = _masked(dense, mask), _masked(routed, mask) if routed else None
     elif m.window is not None and m.window < seq and not m.sinks and (plan.device != "cuda" or flags["fp32"]):
@@ -239,11 +240,17 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
     )  # fmt: skip
 
 
+def _has_segments(memory: PassTables, z: Sizes) -> bool:
+    """Whether a kernel takes documents as segments instead of a mask."""
+    return memory.device == "cuda" and z.c < FP32_BYTES and not memory.job.model.is_encoder_decoder
+
+
 def _learned(memory: PassTables, layouts: Layouts, z: Sizes) -> LearnedScores:
-    """Of t5's distances, and of sinks where documents limit the attention, which are a mask with a gradient. A GPU's
+    """Of t5's distances, and of sinks where documents are a mask, which then has a gradient. A GPU's
     kernel reads the mask; a CPU has the scores of all samples in fp32."""
     m, seq = memory.job.model, float(memory.job.data.seq_len)
-    if not m.is_encoder_decoder and not (m.sinks and memory.job.data.separates_documents):
+    sinks = m.sinks and memory.job.data.separates_documents and not _has_segments(memory, z)
+    if not m.is_encoder_decoder and not sinks:
         return LearnedScores()
     whole = (layouts.cp == 1) | m.is_encoder_decoder
     table = whole * z.scores * seq * seq * z.c / layouts.cp
