@@ -242,3 +242,21 @@ def test_compiled(window: int | None, packed: bool) -> None:
         right = reference(q, k, v, dout, KeyLimits(True, None if ids is None else Docs(ids, ids), window))
         for mine, exact in zip((y, *torch.autograd.grad(y, leaves, dout)), (right[0], *right[2:]), strict=True):
             close(mine, exact, torch.bfloat16)
+
+
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("packed", [False, True])
+def test_older_gpus(monkeypatch: pytest.MonkeyPatch, window: int | None, packed: bool) -> None:
+    """Those without the kernels (V100, T4) train in fp16 with torch's own."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr("weft.models.attention.flash_attention", None)
+    monkeypatch.setattr("weft.models.attention.cudnn_attention", None)
+    q, k, v, dout = make(130, 130, torch.float16)
+    rows = torch.arange(130, device=DEVICE)
+    ids = (rows // 37).expand(2, -1) if packed else None
+    info = TokenInfo(None, ids, None, rows, 130, window=window, segments=segments_of(ids))
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    y = attention(*leaves, True, info)
+    right = reference(q, k, v, dout, KeyLimits(True, None if ids is None else Docs(ids, ids), window))
+    for mine, exact in zip((y, *torch.autograd.grad(y, leaves, dout)), (right[0], *right[2:]), strict=True):
+        close(mine, exact, torch.float16)

@@ -146,6 +146,7 @@ def test_names_of_other_libraries() -> None:
         ({"train": {"seed": 2**62}}, f"train.seed={2**62}: must be less than {2**62}"),
         ({"train": {"seed": -1}}, "train.seed=-1: must be greater than or equal to 0"),
         ({"name": "a/b"}, "name='a/b': must be letters, digits, dots, dashes and underscores"),
+        ({"name": "a" * 201}, f"name='{'a' * 201}': must have at most 200 characters"),
         ({"name": "../up"}, "name='../up': must be letters, digits, dots, dashes and underscores"),
         ({"watch": {"trackers": ["wandbb"]}},
          "watch.trackers.0='wandbb': must be tensorboard, wandb, mlflow or trackio; did you mean wandb?"),

@@ -74,7 +74,7 @@ __all__ = [
 class Job(Section):
     """The description of one training run."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
     """Name of the run; its files are in runs/NAME."""
     model: Model = Model()
     """The model."""

@@ -123,7 +123,7 @@ def _sentence(key: str, errors: list[Any], job: type[BaseModel]) -> str:
     if all(expected):
         return f"{shown}: must be {' or '.join(dict.fromkeys(str(x) for x in expected))}"
     message = next(str(e["msg"]) for e, known in zip(errors, expected, strict=True) if not known)
-    message = message.removeprefix("Value error, ").removeprefix("Input should be ")
+    message = message.removeprefix("Value error, ").removeprefix("Input should be ").replace("String should", "must", 1)
     return f"{shown}: {message if message.startswith(('must', 'no ')) else 'must be ' + message}"
 
 

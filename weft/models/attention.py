@@ -14,6 +14,8 @@ from weft.models.kernel_internals import cudnn_attention, flash_attention
 
 CUDNN_WIDTH, FLASH_WIDTH = 128, 256
 """The widest heads that the kernels take."""
+OLDEST = (8, 0)
+"""The oldest GPUs that they run on, by compute capability."""
 
 
 class TokenInfo(NamedTuple):
@@ -100,7 +102,14 @@ def attention_mask(q: Tensor, causal: bool, info: TokenInfo) -> Tensor | None:
 def _suits_kernel(q: Tensor, widest: int) -> bool:
     """Whether a kernel takes such queries, of heads up to a width."""
     width = q.shape[-1]
-    return q.is_cuda and q.dtype in HALF and width % 8 == 0 and width <= widest and q.numel() <= MAX_KERNEL_ELEMENTS
+    taken = q.dtype in HALF and width % 8 == 0 and width <= widest and q.numel() <= MAX_KERNEL_ELEMENTS
+    return q.is_cuda and taken and _has_kernels()
+
+
+@torch.compiler.assume_constant_result
+def _has_kernels() -> bool:
+    """Whether this GPU has the kernels: Ampere and newer. torch has its own for older ones."""
+    return torch.cuda.get_device_capability() >= OLDEST
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
