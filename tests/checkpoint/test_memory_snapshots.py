@@ -49,6 +49,27 @@ def test_snapshots_survive_their_process_and_torn_ones_are_ignored(tmp_path: Pat
     assert Snapshots(tmp_path, rank=0, keep=MIN_COPIES).held() == []
 
 
+@pytest.mark.parametrize("rows", [2, 300])
+def test_files_of_a_layout_with_other_shards_are_replaced(tmp_path: Path, rows: int) -> None:
+    """A run that resumes from an earlier checkpoint drops all snapshots of the layout before, and then their files."""
+    first = Snapshots(tmp_path, rank=0, keep=MIN_COPIES)
+    for step in (9, 10, 11):
+        first.take(step, {"w": torch.full((100, 64), float(step))}, {})
+        first.seal(step, {})
+    second = Snapshots(tmp_path, rank=0, keep=MIN_COPIES)
+    second.forget_after(8)
+    for step in (9, 10):
+        second.take(step, {"w": torch.full((rows, 64), float(step))}, {})
+        second.seal(step, {})
+    into = {"w": torch.zeros(rows, 64)}
+    found = Snapshots(tmp_path, rank=0, keep=MIN_COPIES)
+    assert found.held() == [9, 10] and found.holds(into)
+    found.load(10, into)
+    assert torch.equal(into["w"], torch.full((rows, 64), 10.0))
+    sizes = {path.stat().st_size for path in tmp_path.glob("snap-0.*")}
+    assert len(sizes) == 1 and rows * 64 * 4 < sizes.pop() < rows * 64 * 4 + 10_000
+
+
 def test_snapshot_ring_is_complete_after_every_fault(tmp_path: Path) -> None:
     for attempt in range(8):  # each is broken while a step is copied, and some steps are undone
         ring = Snapshots(tmp_path, rank=0, keep=MIN_COPIES)

@@ -152,9 +152,10 @@ class Snapshots:
             self.seal(step, {})
 
     def _fits(self, slot: Slot) -> bool:
-        """Whether a snapshot has the tensors that the next one of its step's part would have."""
+        """Whether a snapshot has the tensors that the next one of its step's part would have, or can hold them."""
         assert self._parts is not None
-        return slot.sealed < 0 or slot.table.text == self._parts.table(slot.sealed).text
+        has_size = slot.memory.numel() == self._parts.size
+        return has_size and (slot.sealed < 0 or slot.table.text == self._parts.table(slot.sealed).text)
 
     def _pinned(self) -> set[int]:
         """Steps that must not be overwritten: replicas on other nodes need the same step here. Parts have no use for a
