@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from weft.guards.checksum import Checksums
@@ -35,6 +35,7 @@ def test_noise_is_no_spike(seed: int, noise: float) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), noise=st.floats(0.001, 0.1), at=st.integers(40, 150), late=st.booleans())
+@example(seed=109545, noise=0.0625, at=40, late=False)  # the norm before is unusual, too
 def test_poisoned_batch_is_found_within_three_steps(seed: int, noise: float, at: int, late: bool) -> None:
     """The loss of the bad step is an outlier, or only its gradient norm and the loss of the next step."""
     draw, spikes = random.Random(seed), SpikeDetector()
@@ -42,7 +43,7 @@ def test_poisoned_batch_is_found_within_three_steps(seed: int, noise: float, at:
     for step in range(1, at + 4):
         loss, norm = falling(step, noise, draw)
         if step == at:
-            loss, norm = (loss, norm * 25) if late else (loss + 4, norm * 10)
+            loss, norm = (loss, norm * 60) if late else (loss + 4, norm * 10)
         elif step > at:
             loss += 4
         found = spikes.detect(step, loss, norm)

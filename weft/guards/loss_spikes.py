@@ -27,7 +27,8 @@ NORM_FLOOR = math.log(30)
 JOINT_FLOORS = (0.05, math.log(3))
 """The two floors when loss and norm deviate in the same step: an untrained model's loss rises little."""
 SUSPECT_SHARE = 0.35
-"""A step whose norm reached this share of a spike is blamed if the next step's loss is a spike."""
+"""A step whose norm reached this share of a spike, and more than the next step's, is blamed if the next step's loss is
+a spike."""
 REPLAY_STEPS = WINDOW + BASELINE_STEPS + 1
 """Steps needed to restore the detector's state."""
 MAX_SPIKES, SPIKE_SPAN_STEPS = 3, 50
@@ -75,7 +76,8 @@ class SpikeDetector:
 
     def _forget(self) -> None:
         self.loss, self.norm = Deviations(), Deviations()
-        self.uneasy: int | None = None
+        self.suspect: tuple[int, float] | None = None
+        """The last step and the score of its norm, if that is high."""
 
     def learn(self, loss: float, norm: float) -> None:
         """Add a step that is not a spike."""
@@ -100,10 +102,11 @@ class SpikeDetector:
         joint = floor if small else JOINT_FLOORS[0] * abs(usual)
         by_both = min(self.loss.score(loss, joint), self.norm.score(size, JOINT_FLOORS[1]))
         if max(by_loss, by_norm, by_both) < 1:
-            self.uneasy = step if by_norm > SUSPECT_SHARE else None
+            self.suspect = (step, by_norm) if by_norm > SUSPECT_SHARE else None
             self.learn(loss, norm)
             return None
-        bad = self.uneasy if self.uneasy == step - 1 and max(by_norm, by_both) < 1 else step
+        before, score = self.suspect or (step, 0.0)
+        bad = before if before == step - 1 and max(by_norm, by_both) < 1 and by_norm < score else step
         if step - 1 in self.undone:  # its batch was skipped, so the damage is older
             bad = min(self.undone) - 1
         if len(self.undone) == MAX_SPIKES and step - self.undone[0] < SPIKE_SPAN_STEPS:
