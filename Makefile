@@ -18,13 +18,13 @@ train: $(READY)
 # Two workers more than cores: many tests wait for processes.
 WORKERS = $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 2, 8))')
 
-# `make test ORDER=7` runs the files in a random order, which the number determines.
+# `make test ORDER=7` runs the files in a random order and draws random examples, both determined by the number.
 ORDER :=
 
 # Compiled first, or in a new checkout each worker would compile all of weft.
 test: $(READY) system
 	@$(BIN)/python -m compileall -q weft
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(if $(ORDER),--shuffle-files $(ORDER))
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(if $(ORDER),--shuffle-files $(ORDER) --hypothesis-seed $(ORDER))
 
 # Needs an NVIDIA GPU; without one it says so and exits 4.
 test-gpu: $(READY)

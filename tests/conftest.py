@@ -43,7 +43,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for eac
 def pytest_configure(config: pytest.Config) -> None:
     from hypothesis import settings
 
-    settings.register_profile("any-machine", deadline=None)  # by default an example fails after 200 ms
+    # by default an example fails after 200 ms; the same examples each time, unless a seed is given
+    settings.register_profile("any-machine", deadline=None, derandomize=config.getoption("hypothesis_seed") is None)
     settings.load_profile("any-machine")
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) == signal.SIG_IGN:  # as in background jobs; runs would inherit it and never stop
