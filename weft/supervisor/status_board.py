@@ -35,6 +35,7 @@ _HEAD = (
     "target",
     "oom",
     "stop",
+    "asked",
 )
 HEAD = {name: i for i, name in enumerate(_HEAD)}
 HEAD_WORDS = 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 from weft.job.errors import Exit
@@ -16,6 +17,8 @@ class Signals:
 
     def __init__(self) -> None:
         self.received: set[int] = set()
+        self.asked: Callable[[], bool] = lambda: False
+        """Whether the supervisor asks this rank to save and stop, as SIGUSR1 does."""
         self.begun = threading.Event()
         self.before = {number: signal.signal(number, self._on_signal) for number in handled_signals()}
         # the launcher blocks these signals in its children until handlers are installed
@@ -57,7 +60,8 @@ class Signals:
             signal.signal(number, signal.SIG_IGN)
 
     def flags(self) -> list[float]:
-        return [float(number in self.received) for number in STOP_SIGNALS]
+        found = self.received | ({signal.SIGUSR1} if self.asked() else set())
+        return [float(number in found) for number in STOP_SIGNALS]
 
     @staticmethod
     def decide(flags: list[float]) -> Exit | None:

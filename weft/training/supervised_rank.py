@@ -10,7 +10,6 @@ import contextlib
 import faulthandler
 import json
 import os
-import signal
 import sys
 import time
 from datetime import datetime
@@ -131,6 +130,7 @@ class SupervisedRank:
             os.environ.setdefault(name, value)
         self.heartbeat.on_fence = sockets.shut_down
         self.heartbeat.join(attempt.number, rank)
+        self.signals.asked = lambda: self.board["asked"] == attempt.number
         set_process_name(f"weft-rank-{rank}")
         self._log(rank, f"attempt {attempt.number} begins, in slot {self.slot}, process {os.getpid()}")
         try:
@@ -152,8 +152,8 @@ class SupervisedRank:
             session.now("end")
             mesh.barrier()
             session.close()
-            if code == Exit.PREEMPTED and self.board["pause"] == attempt.number and self._was_only_paused():
-                return None
+            if code == Exit.PREEMPTED and self.board["pause"] == attempt.number and not self.signals.received:
+                return None  # only the supervisor asked, so that nodes can join
             return int(code)
         except BaseException as error:
             if not self._is_attempt_over(error):
@@ -184,12 +184,6 @@ class SupervisedRank:
             (host, int(port)), run_secret(self.run.path), attempt.number, job.comm.timeout_s, self.heartbeat.fence,
             job.comm.encrypt,
         )  # fmt: skip
-
-    def _was_only_paused(self) -> bool:
-        """Whether only the supervisor asked this rank to stop, so that it continues in the next attempt."""
-        received = set(self.signals.received)
-        self.signals.received -= {signal.SIGUSR1}
-        return received <= {signal.SIGUSR1}
 
     def _restore_run_totals(self, session: Session, attempt: Attempt) -> None:
         """Restore totals of the run from earlier attempts."""

@@ -146,7 +146,15 @@ def test_run_survives_lost_ranks_nodes_and_links(cluster: Cluster) -> None:
     cluster.hosts.cut(2)
     attempt = cluster.trains_in({0, 1}, after=attempt)
     until(lambda: "the others continued without it" in cluster.result())
+    until(lambda: all(cluster.safe_step(node) for node in range(2)))
+    decision = cluster.claims.read(attempt)
+    assert decision is not None
+    other = 1 - decision.leader
     cluster.hosts.join(2)
+    until(lambda: "node 2 joins: the ranks save and restart with it" in cluster.result())
+    cluster.hosts.kill(other)  # while the ranks save: the leader's have been asked to stop
+    attempt = cluster.trains_in({decision.leader, 2}, after=attempt)
+    cluster.start(other)
     attempt = cluster.trains_in({0, 1, 2}, after=attempt)
 
     cluster.nodes[1].send_signal(signal.SIGTERM)

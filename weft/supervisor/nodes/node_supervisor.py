@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import signal
 import sys
 import threading
 import time
@@ -221,11 +220,9 @@ class NodeSupervisor(Supervisor):
             return
         if self.nodes.pause() and self.joining_since is None:
             self.joining_since = now
-            self.board["pause"] = self.attempt.number
+            self.board["pause"] = self.board["asked"] = self.attempt.number
             names = ", ".join(map(str, joining_nodes))
             log(f"node {names} joins: the ranks save and restart with it")
-            for record in ranks:
-                os.kill(record.pid, signal.SIGUSR1)
 
     # -- attempts
 
