@@ -32,7 +32,11 @@ BAD_LINES = [
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     write_job(folder, **JOB)
+    lost = run_of(folder, "job").samples / "rank-5.jsonl"  # of a rank that was lost before the first checkpoint
+    lost.parent.mkdir(parents=True)
+    lost.write_text('{"step": 1, "ids": [0], "indices": [7]}\n')
     assert weft(folder, "train", "job.yaml").code == 0
+    assert lost.read_text() == ""
     return folder
 
 

@@ -132,13 +132,13 @@ def _load_from_disk(session: Session, at_most: int | None) -> None:
     if newest is None:
         if state.step or checkpoints.damaged:  # weights to start from were not loaded, since there was a checkpoint
             _restart(session)
-        _report_restart(session)
+        _begin(session)
         return
     tensors = state.loadable_tensors(saved_world=0)
     found = checkpoints.load_newest(tensors, at_most)
     if found is None:
         _restart(session)
-        _report_restart(session)
+        _begin(session)
         return
     own = state.replica_tensors(found.meta)
     checkpoints.load(found, own)
@@ -163,11 +163,11 @@ def _restart(session: Session) -> None:
     torch.manual_seed(session.job.train.seed + session.mesh.rank)
     weights = initial_weights(session.job, session.run, session.mesh, at_start=False)
     vars(session.state).update(vars(build_state(session.job, session.plan, session.mesh, weights)))
+
+
+def _begin(session: Session) -> None:
+    """Begin at step 0; with a report if that is because all checkpoints of the run are damaged."""
     _truncate_sample_records(session)
-
-
-def _report_restart(session: Session) -> None:
-    """Report that a run starts again because all its checkpoints are damaged."""
     if damaged := len(session.checkpoints.damaged):
         why = "its only checkpoint is damaged" if damaged == 1 else f"all its {damaged} checkpoints are damaged"
         session.event("restart", step=0, why=why)
