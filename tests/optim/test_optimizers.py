@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.job import Job, Optim, Train
+from weft.job.optim import OPTIMIZERS
 from weft.optim.build_optimizers import build_optimizers
 from weft.optim.ema import Ema
 from weft.optim.pieces import batches
@@ -34,6 +35,24 @@ def torch_muon(master_params: list[Tensor]) -> torch.optim.Optimizer:
 
 def torch_sgd(master_params: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(master_params, lr=0.01, weight_decay=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in OPTIMIZERS])
+def test_allocated_states_are_those_before_the_first_step(name: str) -> None:
+    made = []
+    for allocated in (False, True):
+        params = weights()
+        optimizer = build_optimizers(Optim(name=name, lr=0.01), params, lambda n: n.startswith("blocks"))
+        if allocated:
+            optimizer.allocate()
+            assert all(torch.equal(params[n], w) for n, w in weights().items())
+        random = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            for n in SHAPES:
+                params[n].grad = torch.randn(SHAPES[n], generator=random)
+            optimizer.step(0.01)
+        made.append(params)
+    assert all(torch.equal(made[0][n], made[1][n]) for n in SHAPES)
 
 
 # torch's Muon multiplies in bf16 on every device, ours only on GPUs

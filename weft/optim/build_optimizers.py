@@ -222,13 +222,19 @@ class Optimizers:
         return {}
 
     def allocate(self) -> None:
-        """Create the state by a step of rate 0 on zero gradients, so that a checkpoint can be loaded into it."""
+        """Create the states as they are before the first step, so that a checkpoint can be loaded into them: by a step
+        of rate 0 on zero gradients, which is then forgotten."""
         grads = {name: leaf.grad for name, leaf in self.grad_params.items()}  # they may be views of buckets
         for leaf in self.grad_params.values():
             leaf.grad = torch.zeros_like(leaf)
         self.step(0.0)
         for name, leaf in self.grad_params.items():
             leaf.grad = grads[name]
+        self.applied = None
+        for value in (value for part in self.parts for state in part.state.values() for value in state.values()):
+            if isinstance(value, Tensor):
+                with torch.no_grad():
+                    local_of(value).zero_()
 
 
 def _set_found_inf(part: torch.optim.Optimizer, taken: Tensor | None) -> None:

@@ -262,14 +262,3 @@ def assign_homes(sizes: dict[str, int], shares: dict[Home, float]) -> dict[str, 
             out[name] = best
             missing[best] -= size
     return out
-
-
-def zero_state(optimizers: Optimizers) -> None:
-    """Create the states of an optimizer as they are before its first step."""
-    optimizers.allocate()
-    for part in optimizers.parts:
-        for state in part.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    with torch.no_grad():
-                        local_of(value).zero_()

@@ -16,7 +16,7 @@ from weft.memory.split_master import join, split_
 from weft.mesh import Mesh
 from weft.optim.build_optimizers import Params
 from weft.optim.ema import Ema
-from weft.optim.pieces import HOME_KINDS, Piece, PlacedState, zero_state
+from weft.optim.pieces import HOME_KINDS, Piece, PlacedState
 from weft.optim.state_codecs import codec_of, round_to_24_bits_
 from weft.optim.weight_offload import OffloadedWeights
 
@@ -57,7 +57,7 @@ class StateStorage:
             for s in piece.slices if self.split else ():
                 shape = s.shape_in(self.master_params[s.name])
                 opt.low_halves[s.key] = torch.zeros(shape, dtype=torch.int16, device=self.mesh.device)
-            zero_state(opt)
+            opt.allocate()
             for part in opt.parts:
                 for param, state in part.state.items():
                     own = parts[opt.names[id(param)]]

@@ -61,8 +61,6 @@ class Shard:
         self.master_params, self.make, self.folder, self.name = master_params, make, folder, name
         self.optimizers = make(master_params)
         self.optimizers.allocate()
-        for tensor in self.optimizers.state().values():  # allocate() counts a step
-            tensor.zero_()
         self.version = 0
         self.extra: Tensors = {}
         """Other tensors to save, by checkpoint name."""
