@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,9 +20,10 @@ from weft.models.attention_kernels import (
     merge,
 )
 from weft.models.attention_sinks import attention_with_sinks
-from weft.models.documents import Docs, Segments, find_segments, ids_on_host
+from weft.models.documents import Docs, find_segments, segments_of
 
 DEVICE = "cuda"
+Attend = Callable[..., Tensor]
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
@@ -34,11 +37,6 @@ def make(
     return q, k, v, dout
 
 
-def segments_of(docs: Tensor | None) -> Segments | None:
-    ids = None if docs is None else ids_on_host(docs)
-    return find_segments(ids, ids, torch.device(DEVICE))
-
-
 def close(found: Tensor, right: Tensor, dtype: torch.dtype) -> None:
     found, right = found.detach().float(), right.float()
     assert found.shape == right.shape and bool(torch.isfinite(found).all())
@@ -50,6 +48,16 @@ def reference(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, limits: KeyLimits) 
     q, k, v, dout = (t.float() for t in (q, k, v, dout))
     out, lse = REFERENCE.forward(q, k, v, limits)
     return out, lse, *REFERENCE.backward(dout, q, k, v, out, lse, limits)
+
+
+def assert_attends(function: Attend, tensors: tuple[Tensor, Tensor, Tensor, Tensor], info: TokenInfo) -> None:
+    """Whether causal attention of a whole sequence, and its gradients, are those of the reference."""
+    *inputs, dout = tensors
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    y = function(*leaves, True, info)
+    right = reference(*tensors, info.limits(True))
+    for mine, exact in zip((y, *torch.autograd.grad(y, leaves, dout)), (right[0], *right[2:]), strict=True):
+        close(mine, exact, dout.dtype)
 
 
 def test_fast_kernels_are_available() -> None:
@@ -237,11 +245,7 @@ def test_compiled(window: int | None, packed: bool) -> None:
     for mean in (70, 10, 200) if packed else (1,):
         ids = (rows // mean).expand(2, -1) if packed else None
         info = TokenInfo(None, ids, None, rows, 256, window=window, segments=segments_of(ids))
-        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-        y = compiled(*leaves, True, info)
-        right = reference(q, k, v, dout, KeyLimits(True, None if ids is None else Docs(ids, ids), window))
-        for mine, exact in zip((y, *torch.autograd.grad(y, leaves, dout)), (right[0], *right[2:]), strict=True):
-            close(mine, exact, torch.bfloat16)
+        assert_attends(compiled, (q, k, v, dout), info)
 
 
 @pytest.mark.parametrize("window", [None, 33])
@@ -255,8 +259,4 @@ def test_older_gpus(monkeypatch: pytest.MonkeyPatch, window: int | None, packed:
     rows = torch.arange(130, device=DEVICE)
     ids = (rows // 37).expand(2, -1) if packed else None
     info = TokenInfo(None, ids, None, rows, 130, window=window, segments=segments_of(ids))
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    y = attention(*leaves, True, info)
-    right = reference(q, k, v, dout, KeyLimits(True, None if ids is None else Docs(ids, ids), window))
-    for mine, exact in zip((y, *torch.autograd.grad(y, leaves, dout)), (right[0], *right[2:]), strict=True):
-        close(mine, exact, torch.float16)
+    assert_attends(attention, (q, k, v, dout), info)

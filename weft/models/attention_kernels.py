@@ -315,9 +315,8 @@ def _agrees(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, grou
     cases = [(KeyLimits(True), 256), (KeyLimits(False), 256), (KeyLimits(True), 199)]
     windows = [(KeyLimits(True, window=70), 199), (KeyLimits(False, window=300, offset=256), 256)]
     try:
-        if kernel.segments:
-            cases += [(KeyLimits(causal, _example(causal, device)), 199) for causal in (True, False)]
-        for limits, length in cases + windows * kernel.window:
+        packed = [(KeyLimits(causal, _example(causal, device)), 199) for causal in (True, False)]
+        for limits, length in cases + windows * kernel.window + packed * kernel.segments:
             shapes = ((1, length, n, head_dim) for n in (2 * group, 2, 2, 2 * group))
             q, k, v, dout = (torch.randn(shape, generator=random).to(device, dtype) for shape in shapes)
             out, lse = kernel.forward(q, k, v, limits)

@@ -47,6 +47,14 @@ def ids_on_host(docs: Tensor) -> Ids | None:
     return docs.cpu().numpy() if docs.is_cuda and not is_fake(docs) else None
 
 
+def segments_of(docs: Tensor | None) -> Segments | None:
+    """Segments of whole sequences, if there are documents."""
+    if docs is None:
+        return None
+    ids = ids_on_host(docs)
+    return find_segments(ids, ids, docs.device)
+
+
 def find_segments(queries: Ids | None, keys: Ids | None, device: torch.device) -> Segments | None:
     """Segments of documents [batch, tokens]; None if they are not known or not in order."""
     if queries is None or keys is None or any((np.diff(ids, axis=1) < 0).any() for ids in (queries, keys)):

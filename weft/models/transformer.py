@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from weft.job.schema import Model
 from weft.models.attention import TokenInfo
 from weft.models.attention_layer import Attention
-from weft.models.documents import find_segments, ids_on_host
+from weft.models.documents import segments_of
 from weft.models.dropout import Dropout, salt
 from weft.models.experts.mixture_of_experts import MixtureOfExperts
 from weft.models.feedforward import FeedForward, make_activation
@@ -202,7 +202,7 @@ class Transformer(nn.Module):
         segments = None
         if rows is None:
             rows = torch.arange(inputs.shape[1], device=inputs.device)
-            segments = None if docs is None else find_segments(ids := ids_on_host(docs), ids, docs.device)
+            segments = segments_of(docs)
         positions = rows if positions is None else positions
         length = inputs.shape[1] if length is None else length
         angles = window_angles = None

@@ -35,7 +35,7 @@ _HEAD = (
     "target",
     "oom",
     "stop",
-    "asked",
+    "asked",  # the attempt whose ranks are asked to save and stop, so that nodes can join
 )
 HEAD = {name: i for i, name in enumerate(_HEAD)}
 HEAD_WORDS = 16
