@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import on_ranks
 from helpers.command import DEADLINE_S
 from helpers.parity import make_job, section
@@ -18,6 +19,8 @@ from weft import half_products_internals, precision
 from weft.job.errors import WeftError
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
+from weft.mesh import connect
+from weft.planner.plan import Plan
 from weft.verify.prove import with_layout
 
 LAYOUTS = ["dp_replicate2", "dp_shard2", "tp2", "pp2 zb-h1", "cp2", "dp_shard2 ep2"]
@@ -66,6 +69,21 @@ def test_a_rank_that_fails_is_told_in_one_line() -> None:
                 own.run(function, 1)
             assert str(failure.value).startswith(says) and "\n" not in str(failure.value)
         assert any("return 1 / 0" in note for note in failure.value.__notes__)
+
+
+def lose_a_peer() -> None:
+    """Rank 1 closes its connections, and only then fails."""
+    connect(Plan(device="cpu", device_name="cpu", backend="gloo", dp_replicate=2, dp_shard=1))
+    if os.environ["RANK"] == "1":
+        dist.destroy_process_group()
+        time.sleep(0.3)  # rank 0 has failed meanwhile
+        divide()
+    dist.barrier()
+
+
+def test_the_rank_that_failed_first_is_named() -> None:
+    with RankPool() as own, pytest.raises(WeftError, match=r"^rank 1: ZeroDivisionError: division by zero"):
+        own.run(lose_a_peer, 2)
 
 
 def jobs() -> list[Job]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from weft.hardware.network import use_loopback
 from weft.job.errors import WeftError
@@ -25,6 +25,8 @@ STACKS = signal.SIGUSR2
 """A rank that receives this signal writes the stacks of its threads to its file in the pool's folder."""
 STACKS_S = 1.0
 """How long a pool waits for these files."""
+CAUSE_S = 2.0
+"""How long a pool waits for the failure that another one follows from."""
 
 
 class RankFailed(WeftError):
@@ -35,6 +37,15 @@ class RankFailed(WeftError):
         super().__init__(f"rank {rank}: {text.strip().splitlines()[-1]}")
         self.add_note(text)
         self.rank, self.error = rank, error
+
+
+class Failure(NamedTuple):
+    """What a rank answers instead of a result."""
+
+    text: str
+    error: BaseException | None = None
+    lost_peer: bool = False
+    """Whether it only means that another rank has failed."""
 
 
 class RankPool:
@@ -59,23 +70,33 @@ class RankPool:
         for rank, (_, pipe) in enumerate(self._ranks[:world]):
             pipe.send((fn, args, rank, world, store))
         results: dict[int, Any] = {}
+        lost_peer: RankFailed | None = None
         pipes: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks[:world])}
         while pipes:
-            ready = wait(list(pipes), timeout=self.timeout_s)
+            ready = wait(list(pipes), timeout=CAUSE_S if lost_peer else self.timeout_s)
             if not ready:
+                if lost_peer:
+                    break
                 stacks = self._stacks(sorted(pipes.values()))
                 self._replace()
                 raise RankFailed(min(pipes.values()), f"{stacks}\nno answer within {self.timeout_s:.0f} s", None)
             for pipe in (p for p in ready if isinstance(p, Connection)):
                 rank = pipes.pop(pipe)
                 try:
-                    ok, value, text = pipe.recv()
+                    value, failure = pipe.recv()
                 except EOFError:
-                    ok, value, text = False, None, "the process died"
-                if not ok:
-                    self._replace()
-                    raise RankFailed(rank, text, value)
+                    value, failure = None, Failure("the process died")
                 results[rank] = value
+                if failure is None:
+                    continue
+                failed = RankFailed(rank, failure.text, failure.error)
+                if not failure.lost_peer:
+                    self._replace()
+                    raise failed
+                lost_peer = lost_peer or failed
+        if lost_peer:
+            self._replace()
+            raise lost_peer
         return [results[r] for r in range(world)]
 
     def _stacks(self, ranks: list[int]) -> str:
@@ -130,6 +151,7 @@ def _answer_calls(pipe: Connection) -> None:
 
     from weft.comm.teardown import freeze_imports, freeze_more, leave
     from weft.precision import choose_cpu_kernels
+    from weft.training.rank import is_peer_failure
 
     torch.set_num_threads(1)
     choose_cpu_kernels()
@@ -141,12 +163,13 @@ def _answer_calls(pipe: Connection) -> None:
         except (EOFError, ConnectionError):  # the pool was closed
             return
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), WEFT_STORE=store)
+        answer: tuple[Any, Failure | None]
         try:
-            answer = (True, fn(*args), "")
+            answer = (fn(*args), None)
             if dist.is_initialized():  # ranks exit together, so that none disconnects while others connect
                 dist.barrier()
         except BaseException as error:
-            answer = (False, _portable(error), traceback.format_exc())
+            answer = (None, Failure(traceback.format_exc(), _portable(error), is_peer_failure(error)))
         try:
             leave()
             if len(sys.modules) > modules:  # the next call need not scan what this one imported
