@@ -119,8 +119,8 @@ class Model(Section):
     """Hidden width of the feed-forward layer. Default: 4 × dim (gpt2), 8/3 × dim rounded up to a multiple of 64
     (llama)."""
     vocab: int | None = Field(None, ge=1, le=2**27)
-    """Vocabulary size; for vit and resnet, the number of classes. Default: the tokenizer's; for bert one more if it has
-    no mask token."""
+    """Vocabulary size; for vit and resnet, the number of classes. Default: the tokenizer's, for bert one more if it has
+    no mask token; of images in a folder for each class, the number of these."""
     classes: int | None = Field(None, ge=2, le=2**27)
     """Labels of sequence classification (bert; none trains a masked language model), or new labels of a published vit
     instead of its own."""

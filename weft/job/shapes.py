@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.job.errors import JobError
+from weft.job.image_folders import count_classes
 from weft.job.model import FAMILIES, Family
 from weft.job.registry import find_object, listed
 from weft.job.schema import Data, Experts, Job, Model
@@ -230,7 +231,7 @@ def _fill_transformer(fields: dict[str, Any], data: Data) -> None:
         usual = {name: Experts.model_fields[name].default for name in ("count", "top_k", "groups")}
         fields["experts"] = {"ffn": fields["ffn"], **usual, **fields["experts"]}
     if structure == "classifier":
-        fields.setdefault("vocab", 10)
+        fields.setdefault("vocab", count_classes(data) or 10)
     elif used := next((name for name in ("class_token", "image") if fields.get(name)), None):
         raise JobError(f"model.{used} is for model.family=vit, and it is {fields['family']}; leave it out")
     if fields.get("classes") is not None:

@@ -219,6 +219,25 @@ def test_hidden_files_are_left_out_and_a_class_may_be_named_train(tmp_path: Path
         open_images(tmp_path / "bus/note.txt", size=6)
 
 
+def test_a_model_has_an_output_for_each_folder(tmp_path: Path) -> None:
+    def outputs(source: str, **images: Any) -> tuple[int, int]:
+        data = {"source": str(tmp_path / source), "images": {"size": 12, **images}}
+        vit, resnet = (
+            resolve(parse_job({"model": model, "data": data})).model
+            for model in ({"family": "vit", "dim": 8, "layers": 1, "heads": 2}, {"family": "resnet", "layers": 18})
+        )
+        return vit.outputs, resnet.args["classes"]
+
+    for path in (*(f"split/{part}/{name}/1.JPG" for part in ("train", "val") for name in "abcde"), "flat/a/1.png",
+                 "flat/b/2.png", "flat/.cache/3.png", "shards/train/000.tar", "shards/val/000.tar"):  # fmt: skip
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    assert (outputs("split"), outputs("flat")) == ((5, 5), (2, 2))
+    assert outputs("shards") == outputs("flat", format="tar") == outputs("elsewhere") == (10, 1000)
+    given = parse_job({"model": {"shape": "vit-tiny", "vocab": 7}, "data": {"source": str(tmp_path / "flat")}})
+    assert resolve(given).model.outputs == 7
+
+
 def test_damaged_images_are_refused(tmp_path: Path) -> None:
     for content in (b"P6\n2)4 x", encoded(picture(1, 3))[:60], b""):
         with pytest.raises(JobError, match=r"a.ppm is not an image that Pillow can read: [^<>]+$"):

@@ -16,10 +16,8 @@ from weft.data.vision.column_files import open_columns
 from weft.data.vision.decoded_images import Image, ImageFiles, decode
 from weft.data.vision.idx_files import FILES, find_idx, read_idx
 from weft.job.errors import JobError
+from weft.job.image_folders import IMAGE_SUFFIXES, VAL_NAMES, class_names, training_folder
 from weft.job.registry import listed
-
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".gif", ".tif", ".tiff")
-TRAIN_NAMES, VAL_NAMES = {"train", "training"}, {"val", "valid", "validation", "test"}
 
 
 def open_idx(files: dict[str, Path]) -> tuple[ImageFiles, ImageFiles]:
@@ -39,19 +37,14 @@ def _arrays(pixels: NDArray[np.uint8], classes: NDArray[np.int64]) -> ImageFiles
 
 def open_folder(root: Path) -> tuple[ImageFiles, ImageFiles | None]:
     """A folder for each class, or train/ and val/ with such folders; classes are numbered by name."""
-    train = next((root / n for n in sorted(TRAIN_NAMES) if (root / n).is_dir() and _folders(root / n)), None)
-    val = next((root / n for n in sorted(VAL_NAMES) if train is not None and (root / n).is_dir()), None)
-    classes = _folders(train or root)
+    train = training_folder(root)
+    val = next((root / n for n in sorted(VAL_NAMES) if train != root and (root / n).is_dir()), None)
+    classes = class_names(train)
     if not classes:
         raise JobError(f"data.source {root} has no folder for a class; images are in FOLDER/CLASS/NAME.jpg, in shards "
                        ".tar that are not compressed, or in .parquet files")  # fmt: skip
-    made = [_class_folders(part, classes) for part in (train or root, val) if part is not None]
+    made = [_class_folders(part, classes) for part in (train, val) if part is not None]
     return made[0], made[1] if len(made) > 1 else None
-
-
-def _folders(root: Path) -> list[str]:
-    """Folders of classes. The folder of a split has some; one without is a class itself, such as bus, car and train."""
-    return sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")) if root.is_dir() else []
 
 
 def visible_files(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
@@ -63,9 +56,11 @@ def visible_files(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
 def _class_folders(root: Path, classes: list[str]) -> ImageFiles:
     files: list[tuple[Path, int]] = []
     for number, name in enumerate(classes):
-        files += [(path, number) for path in visible_files(root / name, SUFFIXES)]
+        files += [(path, number) for path in visible_files(root / name, IMAGE_SUFFIXES)]
     if not files:
-        raise JobError(f"data.source {root} has no images ({', '.join(SUFFIXES[:3])}, …) in its folders of classes")
+        raise JobError(
+            f"data.source {root} has no images ({', '.join(IMAGE_SUFFIXES[:3])}, …) in its folders of classes"
+        )
     return ImageFiles(
         len(files), lambda i: (decode(files[i][0].read_bytes(), str(files[i][0])), files[i][1]), len(classes),
         tuple(classes),
@@ -148,7 +143,7 @@ def read_shards(
                 for member in archive:
                     folder, _, name = member.name.rpartition("/")
                     stem, _, suffix = name.partition(".")
-                    if f".{suffix.lower()}" in SUFFIXES:
+                    if f".{suffix.lower()}" in IMAGE_SUFFIXES:
                         images[f"{folder}/{stem}"] = member
                     elif suffix in (*endings, "json") and (file := archive.extractfile(member)) is not None:
                         content = file.read().decode("utf-8", "replace").strip()

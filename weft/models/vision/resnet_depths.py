@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from weft.job.errors import JobError
+from weft.job.image_folders import count_classes
 from weft.job.schema import Data, Model
 
 DEPTHS: dict[int, tuple[tuple[int, ...], bool]] = {
@@ -21,4 +22,8 @@ def resnet_args(model: Model, data: Data) -> dict[str, Any]:
     """The constructor's arguments from a job's model section."""
     if model.layers not in DEPTHS:
         raise JobError(f"model.layers={model.layers} is no ResNet; layers={', '.join(map(str, DEPTHS))} would work")
-    return {"layers": model.layers, "classes": model.vocab or 1000, "channels": model.channels or 3}
+    return {
+        "layers": model.layers,
+        "classes": model.vocab or count_classes(data) or 1000,
+        "channels": model.channels or 3,
+    }
