@@ -40,7 +40,7 @@ def random_job(rng: random.Random) -> Any:
         "data": {"source": "synthetic", "seq_len": rng.choice((512, 1024, 4096, 8192, 32768))},
         "train": {"global_batch": nodes * per_node * rng.choice((1, 2, 6, 16, 32))},
         "optim": {"name": rng.choice(("adamw", "sgd", "muon", "adafactor", "lars", "lamb"))},
-        "precision": rng.choice(("bf16", "bf16", "fp32", "fp16")),
+        "precision": rng.choice(("bf16", "bf16", "fp8", "fp32", "fp16")),
         "memory": {"recompute": rng.choice(("auto", "auto", "none", "full"))},
         "cluster": {"device": rng.choice(DEVICES), "nodes": nodes, "devices_per_node": per_node},
     }

@@ -70,6 +70,8 @@ class Calibration:
     grouped: float = 0.0
     """1 where the products of a rank's experts are one kernel and fill the device together, 0 where each fills it
     alone."""
+    low_experts: float = 1.0
+    """1 where routed experts multiply in fp8 as other layers do, 0 where they stay in bf16."""
     # time: links
     link: float = 0.75
     """Share of the links inside a node that a large collective gets (nccl-tests: 232 of 300 GB/s on A100)."""

@@ -18,7 +18,6 @@ from weft.planner.memory.framework_memory import framework_memory, stage_memory
 from weft.planner.memory.tiers import coded_states, fetched_weights, moved_per_parameter
 from weft.planner.model.cluster_facts import ClusterFacts, cluster_facts
 from weft.planner.model.counts import count_parameters
-from weft.planner.model.fp8 import fp8_speed
 from weft.planner.model.model_facts import ModelFacts, model_facts
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
@@ -128,7 +127,7 @@ def make_estimator(
     job: Job, plan: Plan, world: int, device: Device, memory_gib: float, calibration: Calibration | None = None
 ) -> Estimator:
     """The estimator of a resolved job. `plan` has the settings that a search does not choose."""
-    calibration = calibration or own_calibration(device).with_(low_precision=fp8_speed(job))
+    calibration = calibration or own_calibration(job, device)
     if job.memory.budget_gib:
         memory_gib = min(memory_gib, job.memory.budget_gib / calibration.usable)
     cluster = cluster_facts(job, world, device, memory_gib)

@@ -13,11 +13,13 @@ from weft.job.schema import Job
 from weft.planner.calibration import Calibration, load_calibration
 from weft.planner.estimator import Estimator, make_estimator, run_memory
 from weft.planner.memory.stage_blocks import split_blocks
+from weft.planner.model.reference_rate import peak_flops
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
 from weft.planner.ranks import device_memory, device_of
 from weft.planner.search.candidates import Layouts
 from weft.planner.time.collectives import axis_group
+from weft.planner.time.compute import peak_flops_by_precision
 from weft.planner.time.traffic import axis_bytes
 
 POWER_SHARE = 0.85
@@ -48,12 +50,20 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
     if plan.pp > 1 and not plan.split:
         plan = replace(plan, split=split_blocks(job, plan.pp * plan.virtual_stages, pairs=plan.tp > 1))
     device = device_of(job, plan)
-    cal = own_calibration(device) if stack == "weft" else load_calibration(stack) if isinstance(stack, str) else stack
+    cal = (
+        own_calibration(job, device)
+        if stack == "weft"
+        else load_calibration(stack)
+        if isinstance(stack, str)
+        else stack
+    )
     estimator = make_estimator(job, plan, plan.world, device, device_memory(job, device, probe(), plan.world), cal)
     model, cluster, layouts = estimator.model, estimator.cluster, Layouts.one(plan)
     figures = estimator.estimate(layouts, detail=True)
     parts, moved = {part: float(gib[0]) for part, gib in figures.memory.items()}, axis_bytes(job, plan)
     seconds, peak = float(figures.step_time_s[0]), sum(parts.values())
+    rate = float(figures.tflops[0])
+    mfu = rate * 1e12 / (peak_flops(plan, job) or float(peak_flops_by_precision(cluster, layouts)[0][0]))
     tokens = job.train.global_batch * float(model.seq_len)
     hours = seconds * job.train.full_steps / 3600
     kwh = plan.world * cluster.watts * POWER_SHARE * POWER_OVERHEAD * hours / 1000
@@ -62,9 +72,9 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
         "step_time_s": seconds,
         "range_s": [float(figures.low_s[0]), float(figures.high_s[0])],
         "tokens_per_s_per_gpu": tokens / seconds / plan.world,
-        "tflops_per_gpu": float(figures.tflops[0]),
-        "mfu": float(figures.mfu[0]),
-        "hfu": float(figures.hfu[0]),
+        "tflops_per_gpu": rate,
+        "mfu": mfu,
+        "hfu": mfu * float(figures.computed[0]),
         "peak_memory_gib": peak,
         "memory_limit_gib": float(cluster.memory_gib),
         "memory_usable_gib": estimator.limit_gib,

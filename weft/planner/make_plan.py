@@ -322,8 +322,8 @@ def _predict(start: PlanStart, plan: Plan, estimator: Estimator | None) -> dict[
     predicted["communication_mib"] = moved / 2**20
     if plan.compression != "none" and (last := sum(communication_bytes(job, plan, last=True).values())) < moved:
         predicted["communication_last_mib"] = last / 2**20
-    if peak_flops(plan, job):
-        predicted |= {"step_time_s": float(made.step_time_s[0]), "mfu": float(made.mfu[0])}
+    if peak := peak_flops(plan, job):
+        predicted |= {"step_time_s": float(made.step_time_s[0]), "mfu": float(made.tflops[0]) * 1e12 / peak}
     return predicted
 
 

@@ -117,7 +117,7 @@ def _time(job: Job, plan: Plan, facts: ModuleFacts, states: float, moved: float)
         link = find_network(network, job.cluster.catalog).gb_s if plan.nodes > 1 else device.link_gb_s
     except JobError:
         return {}
-    cal = own_calibration(device)
+    cal = own_calibration(job, device)
     bandwidth = device.memory_tb_s * 1e12 * MEMORY_SHARE
     parts = plan.tp * plan.pp
     products = facts.flops / (peak * device.matmul_share * cal.matmul)

@@ -6,8 +6,10 @@ from math import inf
 
 from weft.hardware.catalog import Device
 from weft.hardware.measured import Measured, MeasuredAttention, load_measured
+from weft.job.schema import Job
 from weft.planner.calibration import Calibration, load_calibration
 from weft.planner.model.cluster_facts import UNKNOWN_TFLOPS, make_cluster
+from weft.planner.model.fp8 import fp8_speed
 from weft.planner.model.model_facts import ModelFacts
 from weft.planner.search.candidates import PRECISIONS, Layouts
 from weft.planner.time.compute import ComputeTime, compute_time
@@ -20,10 +22,11 @@ LIMITS = 0.25, 4.0
 """Of what a block or head may need over what the formulas say."""
 
 
-def own_calibration(device: Device) -> Calibration:
-    """Weft's calibration for a device: as shipped, or adjusted with this machine's measurements."""
+def own_calibration(job: Job, device: Device) -> Calibration:
+    """Weft's calibration for a job on a device: as shipped, or adjusted with this machine's measurements."""
     shipped, measured = load_calibration("weft"), load_measured(device.name)
-    return shipped if measured is None else with_measurements(shipped, measured, device)
+    made = shipped if measured is None else with_measurements(shipped, measured, device)
+    return made.with_(low_precision=fp8_speed(job))
 
 
 def with_measurements(shipped: Calibration, measured: Measured, device: Device) -> Calibration:

@@ -74,7 +74,7 @@ def show(job: Job, nproc: int | None, asked: PlanOptions) -> PlanOutput:
         start = start_plan(job, nproc)
     if start.job.model.module:
         return _own_model(start, asked)
-    calibration = own_calibration(start.device)
+    calibration = own_calibration(start.job, start.device)
     data: dict[str, Any] = {}
     blocks: list[str] = []
     if asked.history:

@@ -67,7 +67,7 @@ def _try(start: PlanStart, what: str, job: Job, calibration: Calibration) -> Cha
     except (FitError, JobError):
         return None
     if tried.device != start.device:
-        calibration = own_calibration(tried.device)
+        calibration = own_calibration(job, tried.device)
     space = plan_space(tried.job, tried.plan, tried.world)
     estimator = make_estimator(tried.job, tried.plan, tried.world, tried.device, tried.memory_gib, calibration)
     found = LayoutSearch(space, estimator).find()

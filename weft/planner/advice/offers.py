@@ -71,7 +71,7 @@ def _plan_offer(start: PlanStart, text: str, calibration: Calibration) -> Offer:
     job = start.job.model_copy(update={"cluster": start.job.cluster.model_copy(update=changed)})
     tried = start_plan(job)
     if tried.device != start.device:
-        calibration = own_calibration(tried.device)
+        calibration = own_calibration(job, tried.device)
     estimator = make_estimator(tried.job, tried.plan, tried.world, tried.device, tried.memory_gib, calibration)
     found = LayoutSearch(plan_space(tried.job, tried.plan, tried.world), estimator).find()
     shown = Offer(text, device.name, price, spot, "", False, note=note)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from math import prod
 
 from weft.job.schema import Job
 from weft.planner.engine_constants import FP8_ALIGNMENT
 from weft.planner.model.counts import flops_per_token
+from weft.planner.model.weight_table import Weight, weights_of
 from weft.planner.plan import Plan
 
 FP8_SPEED = {"delayed": 0.80, "dynamic": 0.66}
@@ -50,40 +52,32 @@ def fp8_share(job: Job, plan: Plan) -> float | None:
     weights, _ = fp8_weights(job, plan.tp)
     if head_in_fp8(job, plan.tp):
         weights += (model.vocab or 0) * (model.dim or 0)
-    return 6.0 * weights / flops
+    passes = 4.0 if model.lora is not None else 6.0  # frozen weights get no gradient
+    return passes * weights / flops
 
 
 def fp8_weights(job: Job, tp: int) -> tuple[int, int]:
-    """Block weights multiplied in fp8, and all block weights."""
-    skip, low, every = tuple(job.fp8.skip), 0, 0
-    for i in range(job.model.layers or 0):
-        for path, rows, columns, cut in _linears(job, i):
-            cut_rows, cut_columns = (rows // tp, columns) if cut == "column" else (rows, columns // tp)
-            sizes = (rows, columns) if cut == "whole" else (cut_rows, cut_columns)
-            low += 0 if stays_bf16(path, *sizes, skip) else rows * columns
-            every += rows * columns
+    """Block weights multiplied in fp8, and all of the linear layers of blocks."""
+    model, skip, low, every = job.model, tuple(job.fp8.skip), 0, 0
+    for weight in weights_of(model, False, 0, model.layers or 0, False, False):
+        if not _is_linear(weight):
+            continue
+        rows, columns = weight.on_tp(tp, 0)
+        size = prod(weight.shape)
+        low += 0 if stays_bf16(weight.name.removesuffix(".weight"), rows, columns, skip) else size
+        every += size
     return low, every
+
+
+def _is_linear(weight: Weight) -> bool:
+    """Whether a linear layer of a block has this weight: not an adapter, a router or routed experts."""
+    others = weight.experts or ".lora." in weight.name or ".router." in weight.name
+    return weight.in_block and len(weight.shape) == 2 and not others
 
 
 def fp8_speed(job: Job) -> float:
     """The share of FP8_SPEED that applies to a job."""
     return FP8_SPEED["delayed" if delayed_scales(job) else "dynamic"]
-
-
-def _linears(job: Job, i: int) -> list[tuple[str, int, int, str]]:
-    """Path, outputs, inputs and cut of each linear layer of a block."""
-    m = job.model
-    dim = m.dim or 0
-    if m.is_stack:
-        pairs = (m.layers or 0) // 2
-        return [(f"layers.{i}", dim, dim, ("column", "row")[i % 2] if i < 2 * pairs else "whole")]
-    heads, kv, ffn = (m.heads or 0) * (m.head_dim or 0), (m.kv_heads or 0) * (m.head_dim or 0), m.ffn or 0
-    gate = [("mlp.gate", ffn, dim, "column")] if m.gated else []
-    parts = [
-        ("attn.q", heads, dim, "column"), ("attn.k", kv, dim, "column"), ("attn.v", kv, dim, "column"),
-        ("attn.o", dim, heads, "row"), *gate, ("mlp.up", ffn, dim, "column"), ("mlp.down", dim, ffn, "row"),
-    ]  # fmt: skip
-    return [(f"blocks.{i}.{name}", rows, columns, cut) for name, rows, columns, cut in parts]
 
 
 def blended_peak(fp8: float, bf16: float, share: float) -> float:

@@ -102,7 +102,7 @@ def survey(
     """Search a job's layouts; a JobError where no layout divides its batch and ranks. With `beyond`, also search with
     settings that the job does not use."""
     job, plan = start.job, start.plan
-    calibration = calibration or own_calibration(start.device)
+    calibration = calibration or own_calibration(job, start.device)
     estimator = make_estimator(job, start.plan, start.world, start.device, start.memory_gib, calibration)
     space = plan_space(job, plan, start.world)
     search = LayoutSearch(space, estimator)

@@ -35,7 +35,7 @@ def all_reduce_cost(job: Job, plan: Plan, device: Device) -> tuple[float, float]
         alpha, beta = fit_line([m.bytes for m in seen], [m.seconds for m in seen])
         if alpha > 0 and beta > 0:
             return alpha, beta
-    found = rank_group(cluster_facts(job, plan.world, device), n, plan.tp, own_calibration(device))
+    found = rank_group(cluster_facts(job, plan.world, device), n, plan.tp, own_calibration(job, device))
     alpha = 2 * float(found.latency_s) + (CPU_ALL_REDUCE_LATENCY_S if plan.device == "cpu" else 0.0)
     return alpha, 2 * (n - 1) / n / (float(found.gb_s) * 1e9)
 

@@ -95,9 +95,10 @@ def compute_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal
         here = np.maximum(model.experts, 1) / layouts.ep
         rows = tokens / tp * model.top_k
         at_once = here if cal.grouped else 1
+        routed = (fast if cal.low_experts else plain) * cal.experts
         each = [
-            both(rows / here, model.gates * model.moe_ffn, model.dim, fast * cal.experts, at_once),
-            both(rows / here, model.dim, model.moe_ffn, fast * cal.experts, at_once),
+            both(rows / here, model.gates * model.moe_ffn, model.dim, routed, at_once),
+            both(rows / here, model.dim, model.moe_ffn, routed, at_once),
             both(tokens, np.maximum(model.gates, 1) * model.shared_ffn / tp, model.dim, fast),
             both(tokens, model.dim, model.shared_ffn / tp, fast),
         ]

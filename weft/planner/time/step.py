@@ -17,7 +17,6 @@ from weft.planner.model.cluster_facts import ClusterFacts
 from weft.planner.model.model_facts import ModelFacts, Size
 from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts, distinct
 from weft.planner.time.block import BlockTime, block_time, exposed
-from weft.planner.time.compute import peak_flops_by_precision
 from weft.planner.time.pipeline import step_time
 from weft.planner.time.weight_exchange import WeightExchange, weight_exchange
 
@@ -110,12 +109,9 @@ class Estimates:
         return self._flops / self.step_time_s / 1e12
 
     @property
-    def mfu(self) -> Size:
-        return self._flops / self.step_time_s / peak_flops_by_precision(self.cluster, self.layouts)[0]
-
-    @property
-    def hfu(self) -> Size:
-        return self.mfu * (1 + self.terms.again / self.model.passes)
+    def computed(self) -> Size:
+        """FLOPs that are computed, over those of the model: more where blocks are recomputed."""
+        return 1 + self.terms.again / self.model.passes
 
     def scaled(self, factor: Size) -> Estimates:
         """The same with step times multiplied by a factor."""
