@@ -20,7 +20,7 @@ from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.hang_cause import FaultReport
 from weft.supervisor.local_ranks import CLEAN_EXITS
-from weft.supervisor.nodes.consensus import SILENT, Decision, NodeRanks, Proposal, Report, keep_ranks_in_place
+from weft.supervisor.nodes.consensus import RUNNING, SILENT, Decision, NodeRanks, Proposal, Report, keep_ranks_in_place
 from weft.supervisor.nodes.membership import Membership, incarnations
 from weft.supervisor.nodes.node_address import NodeAddress
 from weft.supervisor.rank_inspection import POLL_S, kill
@@ -180,6 +180,8 @@ class NodeSupervisor(Supervisor):
             self.left_out = 0.0
             if self.nodes.lease_until() > now:  # all nodes have entered
                 self.enter(decision)
+            elif self.nodes.consensus.own.state == RUNNING and self.nodes.trouble():  # one was lost before it could
+                self.nodes.halt(timed_out=True)
             return None
         if decision is None and (code := self.nodes.ended()) is not None:
             return self.end(code, ["the other nodes have ended the run"])
