@@ -37,8 +37,8 @@ def test_the_layers_are_those_of_the_engine(model: dict[str, Any]) -> None:
     linears = [
         m for unit in find_units(meta_model(job.model)).values() for m in unit.modules() if type(m) in FP8_CLASSES
     ]
-    sizes = [m.weight.numel() for m in linears if not any(size % 16 for size in m.weight.shape)]  # type: ignore[union-attr,operator,arg-type]
-    assert fp8_weights(job, 1) == (sum(sizes), sum(m.weight.numel() for m in linears))  # type: ignore[misc,operator]
+    sizes = [m.weight.numel() for m in linears if not any(size % 16 for size in m.weight.shape)]
+    assert fp8_weights(job, 1) == (sum(sizes), sum(m.weight.numel() for m in linears))
 
 
 def planned(model: Any, **cluster: Any) -> tuple[Any, Any]:
