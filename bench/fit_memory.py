@@ -66,7 +66,7 @@ def loss(rows: Sequence[PublishedRun]) -> Callable[[Framework], tuple[float, int
 
     def cost(stack: Framework) -> tuple[float, int, int, np.ndarray]:
         total, fits, fails, errors = 0.0, 0, 0, []
-        for own, (model, cluster, layouts, _) in groups:
+        for own, (model, cluster, layouts) in groups:
             cal = with_states(stack.of(own[0]), own[0])
             peak = sum(framework_memory(model, layouts, cal).values()) / GIB
             over = np.log(peak / (cluster.memory_gib * cal.usable))

@@ -14,8 +14,8 @@ from weft.data.build_store import build
 from weft.data.open_dataset import open_dataset
 from weft.data.tokenizer import bpe_size, load_tokenizer
 from weft.job import JobError, parse_job
+from weft.job.data_files.token_files import tokenizer_vocab
 from weft.job.shapes import data_vocab, resolve
-from weft.job.token_files import tokenizer_vocab
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from weft.planner.job_estimate import estimate_job
 from weft.planner.make_plan import make_plan
 from weft.planner.memory.framework_memory import framework_memory
 from weft.planner.model.cluster_facts import ClusterFacts, Level, cluster_facts
-from weft.planner.model.counts import count_parameters, flops_per_sample
+from weft.planner.model.counts import count_parameters
 from weft.planner.model.model_facts import ModelFacts, model_facts
 from weft.planner.model.parameters import stage_weights
 from weft.planner.schedules.known_schedules import SCHEDULE_NAMES, SCHEDULES, make_schedule
@@ -107,16 +107,12 @@ def test_seven_billion_by_hand() -> None:
 @pytest.mark.parametrize(
     "shape", [s for s in SHAPES if not SHAPES[s].get("experts") and SHAPES[s]["family"] not in ("resnet", "clip")]
 )
-def test_facts_agree_with_the_counts(shape: str) -> None:
+def test_facts_have_all_parameters(shape: str) -> None:
     described = job(model=shape, data={"source": "synthetic", "seq_len": 64})
     facts = model_facts(described)
     counts = count_parameters(described.model)
     assert counts is not None
     assert float(facts.parameters) == counts.total
-    output = float(facts.flops_per_token()) * float(facts.seq_len)
-    assert output == pytest.approx(
-        flops_per_sample(described.model, 64), rel=0.04
-    )  # vectors are counted there, only products here
 
 
 CLUSTER = cluster_facts(job(), 32)
@@ -145,12 +141,12 @@ def with_links(cluster: ClusterFacts, factor: float) -> ClusterFacts:
 @given(layouts_drawn, st.sampled_from(["default", "nemo", "megatron-deepspeed", "weft"]))
 def test_more_bandwidth_never_slows_and_more_memory_never_unfits(drawn: dict[str, int], stack: str) -> None:
     model, cal, layouts = model_facts(job()), load_calibration(stack), Layouts.of(**drawn)
-    plain = estimate(model, CLUSTER, layouts, cal, 256)
-    faster = estimate(model, with_links(CLUSTER, 2), layouts, cal, 256)
+    plain = estimate(model, CLUSTER, layouts, cal)
+    faster = estimate(model, with_links(CLUSTER, 2), layouts, cal)
     assert (faster.step_time_s <= plain.step_time_s * (1 + 1e-9)).all()
-    richer = estimate(model, replace(CLUSTER, memory_gib=2 * CLUSTER.memory_gib), layouts, cal, 256)
+    richer = estimate(model, replace(CLUSTER, memory_gib=2 * CLUSTER.memory_gib), layouts, cal)
     assert not (plain.fits & ~richer.fits).any()
-    quick_memory = estimate(model, replace(CLUSTER, memory_gb_s=2 * CLUSTER.memory_gb_s), layouts, cal, 256)
+    quick_memory = estimate(model, replace(CLUSTER, memory_gb_s=2 * CLUSTER.memory_gb_s), layouts, cal)
     assert (quick_memory.step_time_s <= plain.step_time_s * (1 + 1e-9)).all()
     assert (plain.step_time_s > 0).all() and np.isfinite(plain.step_time_s).all()
     assert float(sum(plain.time.values())[0]) == pytest.approx(float(plain.step_time_s[0]))
@@ -162,7 +158,7 @@ def test_what_saves_memory_saves_memory(drawn: dict[str, int]) -> None:
     model, cal = model_facts(job()), load_calibration("default")
 
     def peak(**changed: int) -> float:
-        return float(estimate(model, CLUSTER, Layouts.of(**{**drawn, **changed}), cal, 256).peak_gib[0])
+        return float(estimate(model, CLUSTER, Layouts.of(**{**drawn, **changed}), cal).peak_gib[0])
 
     assert peak(recompute=2) <= peak(recompute=0) * 1.05  # one block's working set comes on top
     assert peak(zero=1, dp_shard=8) <= peak(zero=1, dp_shard=1) + 1e-9
@@ -221,8 +217,8 @@ def test_an_unknown_calibration_is_refused() -> None:
 
 def test_one_hundred_layouts_are_one_call() -> None:
     many = Layouts.of(tp=np.array([1, 2, 4, 8] * 25), dp_shard=4, zero=1, accumulation=8)
-    output = estimate(model_facts(job()), CLUSTER, many, load_calibration("default"), 256)
-    single = estimate(model_facts(job()), CLUSTER, many.take(np.array([1])), load_calibration("default"), 256)
+    output = estimate(model_facts(job()), CLUSTER, many, load_calibration("default"))
+    single = estimate(model_facts(job()), CLUSTER, many.take(np.array([1])), load_calibration("default"))
     assert output.step_time_s.shape == (100,)
     assert float(output.step_time_s[1]) == pytest.approx(float(single.step_time_s[0]))
     assert float(output.peak_gib[1]) == pytest.approx(float(single.peak_gib[0]))

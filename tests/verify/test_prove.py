@@ -13,8 +13,8 @@ from helpers.parity import make_job
 from weft.cli.views import prove as view
 from weft.data.build_store import build
 from weft.job import JobError, load_job
+from weft.job.data_files.token_files import read_meta
 from weft.job.errors import FitError, WeftError
-from weft.job.token_files import read_meta
 from weft.launch.rank_pool import RankFailed, RankPool
 from weft.planner import make_plan
 from weft.planner.rules.layout_syntax import parse_layouts

@@ -18,8 +18,8 @@ from weft.data.formats.record_files import (
     record_format,
 )
 from weft.data.shard_patterns import expand
+from weft.job.data_files.token_files import PARTS, TOKENS
 from weft.job.errors import JobError
-from weft.job.token_files import PARTS, TOKENS
 
 PART_BYTES = 8 << 20
 _BORDER_SEARCH_BYTES = 64 << 10

@@ -36,7 +36,7 @@ from weft.data.build_part import (
 from weft.data.build_sources import PART_BYTES, Part, SourceFile, find_files, read_range, split_into_parts, texts
 from weft.data.chat.template import load_template
 from weft.data.tokenizer import Tokenizer, bpe_size, load_tokenizer, train_bpe
-from weft.job import token_files
+from weft.job.data_files import token_files
 from weft.job.errors import JobError, MachineError, describe_file_error
 
 SETTINGS = "build.json"

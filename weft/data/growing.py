@@ -18,8 +18,8 @@ from weft.data.order import SampleOrder
 from weft.data.sampler import Ints
 from weft.data.store import crc32, sampled_crc32
 from weft.job.data import Data
+from weft.job.data_files.token_files import META, TOKENS
 from weft.job.errors import JobError
-from weft.job.token_files import META, TOKENS
 
 MAX_FULL_CHECKSUM_BYTES = 64 << 20
 """Smaller files are identified by a checksum of all their bytes, others by one of SAMPLED_BLOCKS blocks."""

@@ -11,9 +11,9 @@ from weft.data.build_store import build, build_settings
 from weft.data.cache_folder import cache_folder
 from weft.data.formats.huggingface_datasets import HUB_PREFIX
 from weft.data.shard_patterns import first_missing
+from weft.job.data_files.token_files import META
 from weft.job.errors import JobError, MachineError
 from weft.job.schema import Data
-from weft.job.token_files import META
 
 
 def settings_hash(data: Data, source: str, format: str) -> str:

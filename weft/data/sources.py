@@ -32,9 +32,9 @@ from weft.data.user_dataset import open_user_dataset
 from weft.data.vision.idx_files import local_idx
 from weft.data.vision.image_captions import open_image_captions, reads_captions
 from weft.data.vision.image_dataset import IMAGE_SOURCES, open_images, reads_images
+from weft.job.data_files.token_files import read_meta
 from weft.job.errors import JobError
 from weft.job.schema import Data, Job
-from weft.job.token_files import read_meta
 
 
 @dataclass(frozen=True)

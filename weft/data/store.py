@@ -12,7 +12,7 @@ import numpy as np
 
 from weft.data.file_array import FileArray
 from weft.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from weft.job.token_files import (
+from weft.job.data_files.token_files import (
     DOCS,
     MASK,
     META,

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.job.data_files.token_files import find_tokenizer, tokenizer_vocab
 from weft.job.errors import JobError
-from weft.job.token_files import find_tokenizer, tokenizer_vocab
 
 EOS = "<|endoftext|>"
 # common names of the end-of-document token, the most common first

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from weft.job.data_files.token_files import MASK
 from weft.job.model_parts.loss_settings import NamedLoss
 from weft.job.section import Section
-from weft.job.token_files import MASK
 
 PAD_MULTIPLE = 8
 """Lengths of padded batches are multiples of this, or data.seq_len."""

@@ -6,12 +6,12 @@ import difflib
 from pathlib import Path
 from typing import Any
 
+from weft.job.data_files.image_folders import count_classes
+from weft.job.data_files.token_files import META, TOKENIZER, mask_token, read_meta, tokenizer_vocab
 from weft.job.errors import JobError
-from weft.job.image_folders import count_classes
 from weft.job.model import FAMILIES, Family
 from weft.job.registry import find_object, listed
 from weft.job.schema import Data, Experts, Job, Model
-from weft.job.token_files import META, TOKENIZER, mask_token, read_meta, tokenizer_vocab
 
 # dim, layers, heads, kv_heads, ffn, vocab; as published with each model
 SHAPES: dict[str, dict[str, Any]] = {

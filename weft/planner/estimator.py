@@ -33,7 +33,6 @@ class Estimator:
     model: ModelFacts
     cluster: ClusterFacts
     calibration: Calibration
-    batch: int
     engine: EngineMemory | None = None
     """Memory of Weft's engine; without it the memory is that of the calibration's framework."""
 
@@ -65,7 +64,7 @@ class Estimator:
     def estimate(self, layouts: Layouts, detail: bool = False) -> Estimates:
         """Time and memory of each layout; with `detail` the memory by component, else only its total."""
         if self.engine is None:
-            return estimate(self.model, self.cluster, layouts, self.calibration, self.batch)
+            return estimate(self.model, self.cluster, layouts, self.calibration)
         memory = self.engine.parts(layouts) if detail else {"total": self.engine.peak(layouts)}
         return self._estimate(layouts, memory)
 
@@ -106,7 +105,7 @@ class Estimator:
         return replace(made, copies=seconds - made.step_time_s)
 
     def _times(self, layouts: Layouts, memory: dict[str, NDArray[np.float64]]) -> Estimates:
-        return estimate(self.model, self.cluster, layouts, self.calibration, self.batch, memory)
+        return estimate(self.model, self.cluster, layouts, self.calibration, memory)
 
     def _synchronised(self, layouts: Layouts, made: Estimates, memory: dict[str, NDArray[np.float64]]) -> Estimates:
         """Replicas that exchange every few steps: the exchange is spread over the steps between. With predicted sums it
@@ -133,7 +132,7 @@ def make_estimator(
     cluster = cluster_facts(job, world, device, memory_gib)
     engine = EngineMemory(job, plan) if calibration.name.startswith("weft") else None
     facts = replace(model_facts(job), coded=int(job.memory.activations == "fp8"))
-    return Estimator(facts, cluster, calibration, job.train.global_batch, engine)
+    return Estimator(facts, cluster, calibration, engine)
 
 
 def run_memory(parts: dict[str, float]) -> dict[str, float]:

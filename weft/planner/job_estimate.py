@@ -13,7 +13,7 @@ from weft.job.schema import Job
 from weft.planner.calibration import Calibration, load_calibration
 from weft.planner.estimator import Estimator, make_estimator, run_memory
 from weft.planner.memory.stage_blocks import split_blocks
-from weft.planner.model.reference_rate import peak_flops
+from weft.planner.model.reference_rate import peak_flops, step_flops
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
 from weft.planner.ranks import device_memory, device_of
@@ -62,8 +62,8 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
     figures = estimator.estimate(layouts, detail=True)
     parts, moved = {part: float(gib[0]) for part, gib in figures.memory.items()}, axis_bytes(job, plan)
     seconds, peak = float(figures.step_time_s[0]), sum(parts.values())
-    rate = float(figures.tflops[0])
-    mfu = rate * 1e12 / (peak_flops(plan, job) or float(peak_flops_by_precision(cluster, layouts)[0][0]))
+    flops = step_flops(job) / plan.world
+    mfu = flops / seconds / (peak_flops(plan, job) or float(peak_flops_by_precision(cluster, layouts)[0][0]))
     tokens = job.train.global_batch * float(model.seq_len)
     hours = seconds * job.train.full_steps / 3600
     kwh = plan.world * cluster.watts * POWER_SHARE * POWER_OVERHEAD * hours / 1000
@@ -72,7 +72,7 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
         "step_time_s": seconds,
         "range_s": [float(figures.low_s[0]), float(figures.high_s[0])],
         "tokens_per_s_per_gpu": tokens / seconds / plan.world,
-        "tflops_per_gpu": rate,
+        "tflops_per_gpu": flops / seconds / 1e12,
         "mfu": mfu,
         "hfu": mfu * float(figures.computed[0]),
         "peak_memory_gib": peak,

@@ -39,7 +39,7 @@ from weft.planner.memory.tiers import (
 )
 from weft.planner.model.cluster_facts import cluster_facts
 from weft.planner.model.fp8 import delayed_scales
-from weft.planner.model.reference_rate import peak_flops
+from weft.planner.model.reference_rate import peak_flops, step_flops
 from weft.planner.plan import Plan
 from weft.planner.ranks import backend_of, device_for, device_memory, world_of
 from weft.planner.rules.known_rules import check
@@ -323,7 +323,8 @@ def _predict(start: PlanStart, plan: Plan, estimator: Estimator | None) -> dict[
     if plan.compression != "none" and (last := sum(communication_bytes(job, plan, last=True).values())) < moved:
         predicted["communication_last_mib"] = last / 2**20
     if peak := peak_flops(plan, job):
-        predicted |= {"step_time_s": float(made.step_time_s[0]), "mfu": float(made.tflops[0]) * 1e12 / peak}
+        seconds = float(made.step_time_s[0])
+        predicted |= {"step_time_s": seconds, "mfu": step_flops(job) / (seconds * plan.world * peak)}
     return predicted
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from weft.job.data_files.token_files import MAX_JSON_BYTES, TOKENIZER
 from weft.job.errors import JobError
-from weft.job.token_files import MAX_JSON_BYTES, TOKENIZER
 
 Message = dict[str, Any]
 """role and content, and whatever else a template reads."""

@@ -17,7 +17,7 @@ from weft.data import store
 from weft.data.build_part import rename_durable, write_atomic
 from weft.data.file_array import FileArray
 from weft.data.tokenizer import load_tokenizer
-from weft.job import token_files
+from weft.job.data_files import token_files
 from weft.job.errors import JobError, MachineError, describe_file_error
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1

@@ -15,8 +15,8 @@ from weft.data.shard_patterns import expand, folder_of
 from weft.data.vision.column_files import open_columns
 from weft.data.vision.decoded_images import Image, ImageFiles, decode
 from weft.data.vision.idx_files import FILES, find_idx, read_idx
+from weft.job.data_files.image_folders import IMAGE_SUFFIXES, VAL_NAMES, class_names, training_folder
 from weft.job.errors import JobError
-from weft.job.image_folders import IMAGE_SUFFIXES, VAL_NAMES, class_names, training_folder
 from weft.job.registry import listed
 
 

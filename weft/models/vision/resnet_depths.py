@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from weft.job.data_files.image_folders import count_classes
 from weft.job.errors import JobError
-from weft.job.image_folders import count_classes
 from weft.job.schema import Data, Model
 
 DEPTHS: dict[int, tuple[tuple[int, ...], bool]] = {

@@ -81,6 +81,8 @@ def _head(model: Model, seq_len: int) -> float:
         return 0.0
     if model.classes:  # of one token a sample: the pooler and the labels
         return dim * (dim + model.classes) / seq_len
+    if model.is_classifier:
+        return dim * model.outputs / seq_len
     return float((model.vocab or 0) * dim + (dim * dim if model.is_encoder else 0))
 
 
@@ -96,7 +98,9 @@ def _attention(model: Model, seq_len: int, index: int) -> float:
     """FLOPs a token of one block's scores and weighted sums."""
     if model.is_stack:
         return 0.0
-    full = 12.0 * (model.heads or 0) * (model.head_dim or 0) * seq_len
+    width = model.head_dim or 0
+    values = model.latent.v_dim if model.latent else width
+    full = 6.0 * (model.heads or 0) * (width + values) * seq_len
     return full * attention_share(model, seq_len, index)
 
 
@@ -129,8 +133,7 @@ def part_costs(model: Model, seq_len: int) -> list[float]:
     lookup = (
         6.0 * model.patch_dim * dim if model.is_classifier else 6.0 * dim
     )  # rows are read and added to, not multiplied
-    head = 6.0 * _head(model, seq_len) / (seq_len if model.is_classifier else 1)
-    return [lookup, *blocks, head]
+    return [lookup, *blocks, 6.0 * _head(model, seq_len)]
 
 
 def flops_per_sample(model: Model, seq_len: int) -> float | None:

@@ -15,7 +15,7 @@ import numpy as np
 from weft.job.optim import OPTIMIZERS, WeightShard
 from weft.job.schema import Job, Model
 from weft.job.shapes import resolve
-from weft.planner.model.counts import count_trained, window_share
+from weft.planner.model.counts import window_share
 from weft.planner.model.fp8 import fp8_head_blocks
 from weft.planner.model.weight_table import weights_of
 
@@ -60,8 +60,6 @@ class ModelFacts:
     """Parameters outside the blocks besides the embedding, positions, last norm and head matrix."""
     cross_share: Size = 0.0
     """Share of the blocks that attend to an encoder's output as well."""
-    head_square: Size = 0
-    """Square matrices of the head: 1 for BERT."""
     head_low: Size = 0
     """Aligned blocks of rows of a head in fp8: it multiplies as the blocks do where tp divides them."""
     experts: Size = 0
@@ -81,8 +79,6 @@ class ModelFacts:
     rope_dim: Size = 0
     frozen: Size = 0
     """1 where the base weights are not trained (adapters only)."""
-    adapters: Size = 0
-    """Weights that are trained where the others are frozen."""
     frozen_bytes: Size = 2.0
     """Bytes of a block's weight that is not trained: 2, or less where it is quantized."""
     kept_outputs: Size = 0
@@ -116,9 +112,9 @@ class ModelFacts:
     def attention_weights(self) -> Size:
         """Multiplied weights of one attention part."""
         plain = 2 * self.dim * self.heads * self.head_dim + 2 * self.dim * self.kv_width
+        ranked = np.asarray(self.q_rank) > 0
         latent = (
-            self.dim * self.q_rank
-            + self.q_rank * self.q_width
+            np.where(ranked, (self.dim + self.q_width) * self.q_rank, self.dim * self.q_width)
             + self.dim * (self.kv_rank + self.rope_dim)
             + 2 * self.kv_rank * self.heads * self.head_dim
             + self.heads * self.head_dim * self.dim
@@ -189,31 +185,9 @@ class ModelFacts:
         return self.embedding + self.layers * (self.block_shared + self.block_experts) + self.head
 
     @property
-    def active_block(self) -> Size:
-        """Weights multiplied per token in an average block."""
-        share = self.moe_layers / self.layers
-        routed = self.top_k * (self.gates + 1) * self.dim * self.moe_ffn + self.moe_rest
-        return self.attention_weights + (1 - share) * (self.gates + 1) * self.dim * self.ffn + share * routed
-
-    def flops_per_token(self, causal_once: bool = True) -> Size:
-        """Training FLOPs a token, forward and backward; by default causal attention is counted once. Frozen weights
-        get no gradient."""
-        seen = np.where(np.asarray(self.causal) > 0, 0.5, 1.0) if causal_once else 1.0
-        seen = np.where(np.asarray(self.cross_share) > 0, 1 + 0.5 * np.asarray(self.cross_share), seen)
-        seen = seen * (1 - self.windowed * (1 - self.window) ** 2) if causal_once else seen
-        attention = 6.0 * self.heads * (2 * self.head_dim + self.rope_dim) * self.seq_len * seen
-        products = self.layers * self.active_block + self.head_weights * self.head_share
-        return 2.0 * self.passes * products + 6.0 * self.adapters + self.layers * attention
-
-    @property
     def passes(self) -> Size:
         """Products with a weight for each token: forward, its input's gradient and, if it is trained, its own."""
         return np.where(np.asarray(self.frozen) > 0, 2.0, 3.0)
-
-    @property
-    def head_weights(self) -> Size:
-        """Multiplied weights of the head."""
-        return (self.vocab + self.head_square * self.dim) * self.dim
 
 
 def stack_models(rows: Sequence[ModelFacts]) -> ModelFacts:
@@ -255,7 +229,7 @@ def model_facts(job: Job) -> ModelFacts:
         embedding_rows=model.patch_dim + 1 + int(bool(model.class_token)) if vit else model.vocab,
         head_share=1 / job.data.seq_len if model.labels_samples else 1.0, **_encoder_ends(model),
         head_low=fp8_head_blocks(job), frozen=int(model.lora is not None),
-        adapters=count_trained(model) if model.lora is not None else 0, **extra, **_latent(model),
+        **extra, **_latent(model),
         **_windows(model, job.data.seq_len), update_flops=_update_flops(model, job.optim.name),
     )  # fmt: skip
 
@@ -266,8 +240,7 @@ def _windows(model: Model, seq_len: int) -> dict[str, float]:
         return {}
     share = window_share(model)
     reach = min(1.0, (model.window + WINDOW_TILE) / seq_len)
-    attended = 1 - share + share * reach * (2 - reach)
-    return {"attended": attended, "window": model.window / seq_len, "windowed": share}
+    return {"attended": 1 - share + share * reach * (2 - reach), "window": model.window / seq_len, "windowed": share}
 
 
 def _update_flops(model: Model, name: str) -> float:
@@ -290,14 +263,14 @@ def _encoder_ends(model: Model) -> dict[str, float]:
         return {"around_blocks": model.outputs} if model.class_token else {}
     norms = 0 if model.classes else 2 * dim  # classification has no last norm, which is counted elsewhere
     rest = (model.token_types or 0) * dim + norms + dim * dim + dim + model.outputs
-    return {"around_blocks": rest, "head_square": 1}
+    return {"around_blocks": rest}
 
 
 def _latent(model: Model) -> dict[str, int]:
-    """Ranks of latent attention; one without a rank of its own for the queries counts as if it had the full one."""
+    """Ranks of latent attention; that of the queries is 0 where one matrix makes them."""
     if (latent := model.latent) is None:
         return {}
-    return {"q_rank": latent.q_rank or model.dim or 0, "kv_rank": latent.kv_rank, "rope_dim": model.rope_dim or 0}
+    return {"q_rank": latent.q_rank or 0, "kv_rank": latent.kv_rank, "rope_dim": model.rope_dim or 0}
 
 
 def _qk_norm_values(model: Model) -> int:

@@ -1,12 +1,18 @@
-"""The reference FLOP/s for MFU."""
+"""The FLOPs of a step and the reference FLOP/s for MFU."""
 
 from __future__ import annotations
 
 from weft.hardware.catalog import find_device
 from weft.job.errors import JobError
 from weft.job.schema import Job
+from weft.planner.model.counts import flops_per_sample
 from weft.planner.model.fp8 import blended_peak, fp8_share
 from weft.planner.plan import Plan
+
+
+def step_flops(job: Job) -> float:
+    """The model's FLOPs in a step of all ranks."""
+    return (flops_per_sample(job.model, job.data.seq_len) or 0.0) * job.train.global_batch
 
 
 def peak_flops(plan: Plan, job: Job) -> float | None:

@@ -55,12 +55,12 @@ def fit(
     rows: Sequence[PublishedRun], start: Calibration, names: Sequence[str], steps: int = 25, width: float = PRIOR_WIDTH
 ) -> Calibration:
     """The calibration near `start` under which the rows' predicted times are closest to the measured, in logarithms."""
-    model, cluster, layouts, batch = gather_rows(rows)
+    model, cluster, layouts = gather_rows(rows)
     measured = np.log([row.seconds or 1.0 for row in rows])
 
     def errors(free: np.ndarray) -> np.ndarray:
         cal = start.with_(**{n: from_free(f, n) for n, f in zip(names, free, strict=True)})
-        return np.log(estimate(model, cluster, layouts, cal, batch, memory={}).step_time_s) - measured
+        return np.log(estimate(model, cluster, layouts, cal, memory={}).step_time_s) - measured
 
     begin = np.array([to_free(getattr(start, n), n) for n in names])
     free = _descend(errors, begin, steps, width * np.array([RELATIVE_PRIOR_WIDTH.get(n, 1.0) for n in names]))
@@ -102,7 +102,7 @@ def _descend(
 
 def profile(rows: Sequence[PublishedRun], cal: Calibration, rounds: int = 4) -> Calibration:
     """The same calibration with measured blocks: for every shape, the ratio that makes its rows' median error 0."""
-    model, cluster, layouts, batch = gather_rows(rows)
+    model, cluster, layouts = gather_rows(rows)
     measured = np.log([row.seconds or 1.0 for row in rows])
     shapes = [
         (float(m * s / c), float(d), float(t))
@@ -111,7 +111,7 @@ def profile(rows: Sequence[PublishedRun], cal: Calibration, rounds: int = 4) -> 
     ratio = dict.fromkeys(shapes, 0.0)
     for _ in range(rounds):
         tried = cal.with_(profile=tuple((*shape, round(float(np.exp(r)), 4)) for shape, r in ratio.items()))
-        e = np.log(estimate(model, cluster, layouts, tried, batch).step_time_s) - measured
+        e = np.log(estimate(model, cluster, layouts, tried).step_time_s) - measured
         for shape in ratio:
             ratio[shape] -= float(np.median([x for x, s in zip(e, shapes, strict=True) if s == shape]))
     return tried

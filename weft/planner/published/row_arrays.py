@@ -14,7 +14,7 @@ from weft.planner.search.candidates import PRECISIONS, Layouts
 from weft.planner.time.step import Estimates, estimate
 
 
-def gather_rows(rows: Sequence[PublishedRun]) -> tuple[ModelFacts, ClusterFacts, Layouts, Size]:
+def gather_rows(rows: Sequence[PublishedRun]) -> tuple[ModelFacts, ClusterFacts, Layouts]:
     """The arguments of `estimate`, with one entry per row."""
     names = sorted({name for row in rows for name in row.layout})
     layouts = Layouts.of(**{name: np.array([row.layout[name] for row in rows]) for name in names})
@@ -35,9 +35,9 @@ def gather_rows(rows: Sequence[PublishedRun]) -> tuple[ModelFacts, ClusterFacts,
         peak_tflops={name: np.array([c.peak_tflops[name] for c in clusters], float) for name in PRECISIONS},
         memory_gb_s=each("memory_gb_s"), units=each("units"), watts=each("watts"), host_gb_s=each("host_gb_s"),
     )  # fmt: skip
-    return stack_models([row.model for row in rows]), cluster, layouts, np.array([row.global_batch for row in rows])
+    return stack_models([row.model for row in rows]), cluster, layouts
 
 
 def estimate_rows(rows: Sequence[PublishedRun], cal: Calibration) -> Estimates:
     """The estimate of every row by one calibration."""
-    return estimate(*gather_rows(rows)[:3], cal, gather_rows(rows)[3])
+    return estimate(*gather_rows(rows), cal)

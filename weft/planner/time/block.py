@@ -111,9 +111,9 @@ def block_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: 
     routed = tokens / layouts.tp * model.top_k * model.dim * size
     experts = links.all_to_all_time(links.rank_group(cluster, layouts.ep, ones, cal), routed, model.top_k)
     ep = share * 2 * experts * (1 - cal.overlap_ep)
-    host = cal.host_us * 1e-6 + share * cal.host_moe_us * 1e-6 * np.maximum(model.experts, 1) / layouts.ep
+    casts = np.where(layouts.precision == PRECISIONS.index("fp8"), cal.host_fp8, 1.0)
+    host = casts * cal.host_us * 1e-6 + share * cal.host_moe_us * 1e-6 * np.maximum(model.experts, 1) / layouts.ep
     host = host * (1 + cross) * np.where(np.asarray(model.frozen) > 0, cal.host_adapters, 1.0)
-    host = host * np.where(layouts.precision == PRECISIONS.index("fp8"), cal.host_fp8, 1.0)
     if cal.score_batch:
         odd = np.mod(layouts.microbatch * model.heads / layouts.tp, cal.score_batch) != 0
         host = host * np.where(odd, SLOW_KERNEL_LAUNCHES, 1.0)

@@ -52,7 +52,6 @@ class Estimates:
     cluster: ClusterFacts
     calibration: Calibration
     layouts: Layouts
-    batch: Size
     memory: dict[str, Size]
     """GiB by component of the fullest rank, or their total."""
     terms: StepTimes
@@ -99,15 +98,6 @@ class Estimates:
         times = {part: seconds * self.factor for part, seconds in parts.items()}
         return {**times, "offload": times["offload"] + self.copies}
 
-    @cached_property
-    def _flops(self) -> Size:
-        """FLOPs of a step on one device."""
-        return self.model.flops_per_token() * self.batch * self.model.seq_len / self.layouts.world
-
-    @property
-    def tflops(self) -> Size:
-        return self._flops / self.step_time_s / 1e12
-
     @property
     def computed(self) -> Size:
         """FLOPs that are computed, over those of the model: more where blocks are recomputed."""
@@ -119,13 +109,13 @@ class Estimates:
 
 
 def estimate(
-    model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: Calibration, global_batch: Size,
+    model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: Calibration,
     memory: dict[str, Size] | None = None,
 ) -> Estimates:  # fmt: skip
     """Time and memory of every layout. `memory` is bytes by part; by default the calibrated framework's."""
     held = framework_memory(model, layouts, cal) if memory is None else memory
     terms = _step_times(model, cluster, layouts, cal)
-    return Estimates(model, cluster, cal, layouts, global_batch, {k: b / GIB for k, b in held.items()}, terms)
+    return Estimates(model, cluster, cal, layouts, {k: b / GIB for k, b in held.items()}, terms)
 
 
 def _once(
