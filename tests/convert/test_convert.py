@@ -210,6 +210,18 @@ def test_two_kinds_of_offload_are_one_field(tmp_path: Path) -> None:
     assert convert(str(file)).job.memory.offload == "all"
 
 
+def test_adapters_of_llamafactory_are_scaled_by_two(tmp_path: Path) -> None:
+    """`lora_alpha` is twice the rank where a config does not give it, as in LLaMA-Factory's examples."""
+    file = tmp_path / "sft.yaml"
+    common = "model_name_or_path: a/b\nfinetuning_type: lora\n"
+    for given, alpha in (("lora_rank: 24\n", 48), ("", 16), ("lora_rank: 24\nlora_alpha: 24\n", 24)):
+        file.write_text(common + given)
+        lora = convert(str(file)).job.model.lora
+        assert lora is not None and lora.alpha == alpha
+    file.write_text("model_name_or_path: a/b\nfinetuning_type: full\n")
+    assert convert(str(file)).job.model.lora is None
+
+
 def test_patterns_of_layers_are_reported(tmp_path: Path) -> None:
     """PEFT takes patterns, which many axolotl examples have; the other settings are converted."""
     file = tmp_path / "lora.yml"

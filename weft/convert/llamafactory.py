@@ -153,9 +153,17 @@ def detect(text: str, path: Path) -> bool:
     return has_keys(text, "model_name_or_path", "finetuning_type")
 
 
+def _defaults(settings: Settings) -> dict[str, tuple[Any, str]]:
+    defaults = {**training_arguments.DEFAULTS, "data.seq_len": (2048, "the default of cutoff_len")}
+    if settings.get("finetuning_type") == "lora":
+        rank = settings.number("lora_rank", default=training_arguments.LORA_RANK)
+        defaults["model.lora.alpha"] = (2 * rank, "the default of LLaMA-Factory: twice lora_rank")
+    return defaults
+
+
 LLAMAFACTORY = SourceFormat(
     "llamafactory", "a LLaMA-Factory config", read, detect, TABLE,
-    defaults=lambda settings: {**training_arguments.DEFAULTS, "data.seq_len": (2048, "the default of cutoff_len")},
+    defaults=_defaults,
     missing={
         "model": "no model_name_or_path; add model=hf:PATH",
         "data.source": "add data.source=PATH, a file of data.format or a token store made by weft data build",

@@ -48,6 +48,8 @@ SCHEDULES: dict[str, dict[str, Any] | str] = {
     "reduce_lr_on_plateau": "Weft has constant, linear, cosine and wsd",
     "cosine_with_restarts": "Weft has constant, linear, cosine and wsd",
 }
+LORA_RANK = 8
+"""The rank of adapters where a config does not give it."""
 DATA_LOADER = unneeded("Weft's loader reads ahead (data.prefetch) and keeps the order at any number of ranks")
 TRACKERS: dict[str, list[str]] = {name: [name] for name in ("tensorboard", "wandb", "mlflow", "trackio")}
 
@@ -134,7 +136,9 @@ def adapters(rank: str) -> Rule:
     def rule(value: Any, settings: Settings) -> Result:
         if value in ("lora", "qlora"):
             note = "weights are not quantized in training" if value == "qlora" else ""
-            return Result({"model.lora.rank": settings.number(rank, default=8)}, note, "partly" if note else "mapped")
+            return Result(
+                {"model.lora.rank": settings.number(rank, default=LORA_RANK)}, note, "partly" if note else "mapped"
+            )
         return choice({"full": {}, "none": {}, "freeze": "model.frozen is for modules of your own",
                        "oft": "adapters are LoRA", "llama-adapter": "adapters are LoRA"})(value, settings)  # fmt: skip
 
