@@ -14,6 +14,7 @@ import yaml
 from weft.convert.formats import FORMATS, convert
 from weft.job.errors import JobError
 from weft.job.load import load_job
+from weft.planner.make_plan import make_plan
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -220,6 +221,17 @@ def test_adapters_of_llamafactory_are_scaled_by_two(tmp_path: Path) -> None:
         assert lora is not None and lora.alpha == alpha
     file.write_text("model_name_or_path: a/b\nfinetuning_type: full\n")
     assert convert(str(file)).job.model.lora is None
+
+
+def test_a_number_of_checkpoints_beside_offloaded_ones_gives_a_job_that_plans(tmp_path: Path) -> None:
+    """DeepSpeed's own example has both, and a number of blocks has no effect beside memory.offload."""
+    file = tmp_path / "ds.json"
+    file.write_text('{"activation_checkpointing": {"number_checkpoints": 2, "cpu_checkpointing": true}}')
+    job = convert(str(file), ("model.shape=tiny",)).job
+    assert (job.memory.offload, job.memory.recompute) == ("activations", "auto")
+    assert make_plan(job, 1)[1].offloads_activations
+    file.write_text('{"activation_checkpointing": {"number_checkpoints": 2}}')
+    assert convert(str(file)).job.memory.recompute == 2
 
 
 def test_patterns_of_layers_are_reported(tmp_path: Path) -> None:

@@ -79,6 +79,12 @@ def _checkpoint_every(value: Any, settings: Settings) -> Result:
     return partly(switch({"memory.recompute": "full"}), "Weft recomputes whole blocks")(value, settings)
 
 
+def _recomputed_blocks(value: Any, settings: Settings) -> Result:
+    if settings.is_on("activation_checkpointing.cpu_checkpointing"):
+        return Result(note="memory.offload recomputes what it does not keep", status="not needed")
+    return partly(to("memory.recompute"), "blocks that are recomputed")(value, settings)
+
+
 _BATCH = device_batch("gradient_accumulation_steps", "tensor_parallel.autotp_size", count="train_batch_size")
 
 TABLE: dict[str, Rule] = {
@@ -183,7 +189,7 @@ TABLE: dict[str, Rule] = {
     "pipeline.*": unneeded("Weft's pipeline schedules do this as they need"),
     "activation_checkpointing.partition_activations": unneeded("tp splits saved activations (parallel.sequence)"),
     "activation_checkpointing.cpu_checkpointing": switch({"memory.offload": "activations"}),
-    "activation_checkpointing.number_checkpoints": partly(to("memory.recompute"), "blocks that are recomputed"),
+    "activation_checkpointing.number_checkpoints": _recomputed_blocks,
     "activation_checkpointing.*": unneeded("Weft chooses buffers of recompute itself"),
     "gradient_checkpointing": switch({"memory.recompute": "full"}),
     "compile.enabled": switch({"train.compile": True}),
