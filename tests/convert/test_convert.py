@@ -234,6 +234,19 @@ def test_a_number_of_checkpoints_beside_offloaded_ones_gives_a_job_that_plans(tm
     assert convert(str(file)).job.memory.recompute == 2
 
 
+def test_defaults_of_deepspeeds_schedulers(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    for scheduler, expected in (
+        ({"type": "WarmupCosineLR", "params": {"total_num_steps": 9000}}, (1000, 0.0001)),
+        ({"type": "WarmupCosineLR", "params": {"warmup_num_steps": 7, "cos_min_ratio": 0.2}}, (7, 0.2)),
+        ({"type": "WarmupDecayLR", "params": {"total_num_steps": 9000}}, (1000, 0.0)),
+        ({"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}, (0.02, 0.1)),  # filled in by the caller
+    ):
+        file.write_text(json.dumps({"scheduler": scheduler}), encoding="utf-8")
+        optim = convert(str(file)).job.optim
+        assert (optim.warmup, optim.min_lr) == expected, scheduler
+
+
 def test_patterns_of_layers_are_reported(tmp_path: Path) -> None:
     """PEFT takes patterns, which many axolotl examples have; the other settings are converted."""
     file = tmp_path / "lora.yml"

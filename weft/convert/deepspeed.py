@@ -283,16 +283,25 @@ DEFAULTS: dict[str, tuple[Any, str]] = {
     "optim.betas": ([0.9, 0.999], "the default of Adam"),
     "optim.weight_decay": (0.0, "the default of DeepSpeed's optimizers"),
 }
+SCHEDULER_WARMUP = (1000, "the default of DeepSpeed's schedulers")
+SCHEDULER_MIN_LR = (0.0001, "the default of WarmupCosineLR")
 SET_BY: dict[str, str] = {
     "precision": "*.enabled", "optim.clip": "gradient_clipping", "optim.schedule": "scheduler.*",
-    "optim.warmup": "scheduler.*", "optim.betas": "optimizer.*", "optim.weight_decay": "optimizer.*",
+    "optim.warmup": "scheduler.*", "optim.min_lr": "scheduler.*", "optim.betas": "optimizer.*",
+    "optim.weight_decay": "optimizer.*",
 }  # fmt: skip
 """The settings behind a default, which does not apply if they are `auto`."""
 
 
 def _defaults(settings: Settings) -> dict[str, tuple[Any, str]]:
     automatic = [key for key, value in settings.items() if value == "auto"]
-    return {name: default for name, default in DEFAULTS.items() if not fnmatch.filter(automatic, SET_BY[name])}
+    defaults = dict(DEFAULTS)
+    scheduler = str(settings.get("scheduler.type")).lower()
+    if scheduler.startswith("warmup"):
+        defaults["optim.warmup"] = SCHEDULER_WARMUP
+    if scheduler == "warmupcosinelr":
+        defaults["optim.min_lr"] = SCHEDULER_MIN_LR
+    return {name: default for name, default in defaults.items() if not fnmatch.filter(automatic, SET_BY[name])}
 
 
 DEEPSPEED = SourceFormat(
