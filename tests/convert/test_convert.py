@@ -196,7 +196,9 @@ def test_several_sources_become_a_mixture(tmp_path: Path) -> None:
         "base_model: m\nsample_packing: true\ntrain_on_inputs: true\ndatasets:\n"
         "  - {path: a.jsonl, type: chat_template}\n  - {path: hub/b, type: alpaca, data_files: b.jsonl}\n"
     )
-    data = convert(str(file)).job.data
+    found = convert(str(file))
+    assert not [line for line in found.missing if line.startswith("data.source")]
+    data = found.job.data
     assert [(s.source, s.format) for s in data.mixture] == [("a.jsonl", "chat"), ("b.jsonl", "instruction")]
     assert not data.answers_only and data.packing and not data.mask_documents
     file.write_text("base_model: m\nsample_packing: true\ndatasets: [{path: c.jsonl, type: completion}]\n")
@@ -209,18 +211,6 @@ def test_two_kinds_of_offload_are_one_field(tmp_path: Path) -> None:
     both = {"zero_optimization": {"cpu_offload": True}, "activation_checkpointing": {"cpu_checkpointing": True}}
     file.write_text(json.dumps(both), encoding="utf-8")
     assert convert(str(file)).job.memory.offload == "all"
-
-
-def test_adapters_of_llamafactory_are_scaled_by_two(tmp_path: Path) -> None:
-    """`lora_alpha` is twice the rank where a config does not give it, as in LLaMA-Factory's examples."""
-    file = tmp_path / "sft.yaml"
-    common = "model_name_or_path: a/b\nfinetuning_type: lora\n"
-    for given, alpha in (("lora_rank: 24\n", 48), ("", 16), ("lora_rank: 24\nlora_alpha: 24\n", 24)):
-        file.write_text(common + given)
-        lora = convert(str(file)).job.model.lora
-        assert lora is not None and lora.alpha == alpha
-    file.write_text("model_name_or_path: a/b\nfinetuning_type: full\n")
-    assert convert(str(file)).job.model.lora is None
 
 
 def test_a_number_of_checkpoints_beside_offloaded_ones_gives_a_job_that_plans(tmp_path: Path) -> None:
@@ -245,6 +235,18 @@ def test_defaults_of_deepspeeds_schedulers(tmp_path: Path) -> None:
         file.write_text(json.dumps({"scheduler": scheduler}), encoding="utf-8")
         optim = convert(str(file)).job.optim
         assert (optim.warmup, optim.min_lr) == expected, scheduler
+
+
+def test_adapters_of_llamafactory_are_scaled_by_two(tmp_path: Path) -> None:
+    """`lora_alpha` is twice the rank where a config does not give it, as in LLaMA-Factory's examples."""
+    file = tmp_path / "sft.yaml"
+    common = "model_name_or_path: a/b\nfinetuning_type: lora\n"
+    for given, alpha in (("lora_rank: 24\n", 48), ("", 16), ("lora_rank: 24\nlora_alpha: 24\n", 24)):
+        file.write_text(common + given)
+        lora = convert(str(file)).job.model.lora
+        assert lora is not None and lora.alpha == alpha
+    file.write_text("model_name_or_path: a/b\nfinetuning_type: full\n")
+    assert convert(str(file)).job.model.lora is None
 
 
 def test_patterns_of_layers_are_reported(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ ADDED = frozenset(("watch.trackers",))
 """Fields to which several settings add."""
 COMBINED: dict[tuple[str, frozenset[Any]], Any] = {("memory.offload", frozenset({"states", "activations"})): "all"}
 """Job fields of which one value holds what two settings say."""
+INSTEAD = {"data.source": "data.mixture"}
+"""Job fields that are not missing where another one is given."""
 UNKNOWN = Result(note="not in the table", status="unknown")
 
 
@@ -134,7 +136,7 @@ def apply_table(
     missing = [
         f"{key}: {text}"
         for key, text in source.missing.items()
-        if not any(name == key or name.startswith(f"{key}.") for name in names)
+        if INSTEAD.get(key) not in names and not any(name == key or name.startswith(f"{key}.") for name in names)
     ]
     derived = given.get("train.global_batch", ("", 0))[0] == given.get("train.microbatch", ("-", 0))[0]
     if settings.ranks is None and derived and "train.global_batch" not in changed:
