@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,13 @@ def test_other_words_for_columns_frameworks_and_results(tmp_path: Path) -> None:
     assert (hugging.layout["recompute"], oom.fitted, oom.layout["zero"]) == (2, False, 1)
     assert oom.cluster.peak_tflops["fp8"] == 2 * titan.cluster.peak_tflops["fp8"]
     assert [number_of(text) for text in ("0.5 s", "k", "1e400", "-3", "")] == [0.5, None, None, None, None]
+
+
+def test_headers_in_capitals_and_with_blanks(tmp_path: Path) -> None:
+    line = f"a,t,{LLAMA},8192,H100,8,FSDP,1,1,,1,8,bf16,none,6700,70,ok,,,,,"
+    (tmp_path / "runs.csv").write_text(f"{HEAD.title().replace('_', ' ')}\n{line}\n", encoding="utf-8")
+    [row], skipped = read_table(tmp_path / "runs.csv")
+    assert not skipped and [row] == [replace(r, text=row.text) for r in rows(tmp_path, line)]
 
 
 def test_states_that_are_not_said_to_be_whole_are_judged_as_shards(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ _COLUMNS = {
     "micro_batch_size": "micro_batch", "gbs": "global_batch_seqs", "global_batch_size": "global_batch_seqs",
     "software": "framework", "stack": "framework",
 }  # fmt: skip
-"""Other names of columns."""
+"""Other names of columns. Headers are read in lower case, with _ for blanks."""
 BITSANDBYTES_NF4_BYTES, DOUBLE_QUANTIZATION_BYTES = 0.94, 0.05
 """Bytes for each weight that bitsandbytes keeps in 4 bits, read from runs of LitGPT; and what quantized scales save."""
 USUAL_HEAD_DIM = 128
@@ -84,8 +84,8 @@ def read_table(path: Path) -> tuple[list[PublishedRun], dict[str, int]]:
             head = file.readline()
             file.seek(0)
             reader = csv.DictReader(file, delimiter=max(",;\t", key=head.count))
-            columns = [(name or "").strip() for name in reader.fieldnames or []]
-            columns = [_COLUMNS.get(name.lower().replace(" ", "_"), name) for name in columns]
+            columns = [(name or "").strip().lower().replace(" ", "_") for name in reader.fieldnames or []]
+            columns = [_COLUMNS.get(name, name) for name in columns]
             reader.fieldnames = columns
             lines = list(reader)
     except UnicodeDecodeError as error:
