@@ -90,6 +90,12 @@ def test_text_has_reasons_and_runners_up(job: Path, weft: Weft) -> None:
     assert "train.global_batch" in out and "front: ranks" in out
 
 
+def test_offers_of_a_repeated_option_are_all_compared(job: Path, weft: Weft) -> None:
+    code, out, _ = weft(job, "--compare", "aws", "gcp", "--compare", "own", "--json")
+    assert code == 0
+    assert [offer["offer"] for offer in json.loads(out)["compare"]] == ["aws", "own", "gcp"]
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [

@@ -25,7 +25,8 @@ def plan(
         str | None, typer.Option("--why-not", help="Explain why a layout was not chosen, such as 'tp=8 pp=2'.")
     ] = None,
     compare: Annotated[
-        str | None, typer.Option("--compare", help="Compare the cost of the run on offers: a cloud, CLOUD:spot or own.")
+        list[str] | None,
+        typer.Option("--compare", help="Compare the cost of the run on offers: a cloud, CLOUD:spot or own."),
     ] = None,
     history: Annotated[
         Path | None, typer.Option("--history", help="Correct the estimates by the measured runs of this folder.")
@@ -55,7 +56,7 @@ def plan(
         from weft.data.epochs import with_known_steps
 
         described = with_known_steps(described)
-    named = [name for text in [compare, *offers] if text for name in text.split(",")]
+    named = [name for text in [*(compare or ()), *offers] for name in text.split(",")]
     front = pareto or as_json or html is not None
     made = show(
         described,
