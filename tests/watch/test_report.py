@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from weft.job.run_folder import RunDir
-from weft.training.metrics import unit_of_targets
+from weft.training.metrics import measured_figures, unit_of_targets
 from weft.watch.closing_lines import closing_lines
 from weft.watch.dash.run_catalog import RunEntry
 from weft.watch.figures.slices import group, parse_slices, slice_map, slice_numbers, spans
 from weft.watch.figures.steps import figures, smooth, thin
 from weft.watch.journal import Journal, read_metrics
 from weft.watch.report import write_report
-from weft.watch.report_summary import describe_layout, key_figures, status_of, total_tokens
+from weft.watch.report_summary import describe_layout, key_figures, measured, status_of, total_tokens
 
 Make = Callable[..., Any]
 
@@ -281,3 +282,17 @@ def test_a_large_model_stays_readable(make_slices: Make) -> None:
     assert len(figure.data[0]["z"][0]) == 64
     assert re.search(r"The first \d+ of \d+ rows are shown\. The first 64 of 256 ranks are shown\.", figure.caption)
     assert max(len(label) for label in figure.layout["yaxis"]["ticktext"]) < 70
+
+
+def test_the_closing_line_and_the_report_have_the_same_step_time(tmp_path: Path, make_run: Make) -> None:
+    """The median, which lies between two steps where their number is even."""
+    run = make_run(tmp_path / "a", steps=4)
+    records = [json.loads(line) for line in run.metrics.read_text().splitlines()][:4]
+    timed = [record | {"step_time_s": t} for record, t in zip(records, (0.9, 0.2, 0.4, 0.1), strict=True)]
+    run.metrics.write_text("".join(json.dumps(record) + "\n" for record in timed))
+    with run.events.open("a") as file:
+        file.write(json.dumps({"event": "done", "step": 4, "steps_done": 4, "seconds": 9.0}) + "\n")
+    assert "step 0.3 s measured" in closing_lines(run)[-1]
+    assert measured("step_time_s", read_metrics(run.metrics)) == pytest.approx(0.3)
+    assert measured_figures(torch.device("cpu"), [0.9, 0.2, 0.4, 0.1])["step_time_s"] == pytest.approx(0.3)
+    assert measured_figures(torch.device("cpu"), [])["step_time_s"] is None

@@ -35,7 +35,7 @@ from weft.server.secure_averaging import SecureAveraging
 from weft.server.server_shard import RemoteShard, Shard, assign_weights
 from weft.training.build import build_state
 from weft.training.initial_weights import published_weights
-from weft.training.metrics import peak_memory_gib
+from weft.training.metrics import measured_figures
 from weft.training.state import State
 from weft.training.step import Stepper, evaluation_text
 from weft.training.stop_requests import Signals
@@ -201,7 +201,7 @@ def run_chief(run: RunDir, job: Job, plan: Plan, signals: Signals) -> Exit:
     summary = {
         "step": coordinator.step, "steps_done": coordinator.step - first, "seconds": time.perf_counter() - began,
         "loss": records.last.get("loss"), "predicted": plan.predicted,
-        "measured": {"memory_gib": peak_memory_gib(mesh.device), "step_time_s": records.last.get("step_time_s")},
+        "measured": measured_figures(mesh.device, records.step_times),
     }  # fmt: skip
     stopped = stopped if coordinator.step < job.train.steps else None
     journal.event("stop" if stopped else "done", **summary, **({"code": int(stopped)} if stopped else {}))

@@ -45,6 +45,7 @@ class RunRecords:
     log: logging.Logger
     copies: queue.SimpleQueue[StateCopy] = field(default_factory=queue.SimpleQueue)
     last: dict[str, Any] = field(default_factory=dict)
+    step_times: list[float] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter)
     recorded_bytes: int = 0
     """Bytes of traffic written to metrics so far."""
@@ -80,6 +81,7 @@ class RunRecords:
             "mfu": flops / (seconds * peak * self.plan.world) if flops and peak else None,
             "sync_bytes": sent, **unit_of_targets(count, self.job.train.global_batch), **more,
         }  # fmt: skip
+        self.step_times.append(seconds)
         self.journal.metrics(self.last)
         self.progress.update(self.last)
 

@@ -12,7 +12,7 @@ from weft.data.loader import to_device
 from weft.guards.out_of_memory import is_oom
 from weft.job.errors import DivergedError, Exit
 from weft.training.garbage_collection import GarbageCollection
-from weft.training.metrics import StepMetrics, peak_memory_gib
+from weft.training.metrics import StepMetrics, measured_figures
 from weft.training.pipeline_timeline import recording
 from weft.training.resume import has_evaluation
 from weft.training.session import Session
@@ -106,7 +106,7 @@ def fit(session: Session, signals: Signals) -> Exit:
         "seconds": time.time() - session.began,
         "loss": metrics.last.get("loss"),
         "predicted": session.plan.predicted,
-        "measured": {"memory_gib": peak_memory_gib(device), "step_time_s": metrics.last.get("step_time_s")},
+        "measured": measured_figures(device, metrics.step_times),
     }
     if state.step < steps and not stopped:
         summary["data_ended"] = True

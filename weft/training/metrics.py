@@ -7,6 +7,7 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -120,6 +121,7 @@ class StepMetrics:
         self.noise = NoiseScale()
         self.pending: _PendingStep | None = None
         self.last: dict[str, Any] = {}
+        self.step_times: list[float] = []
         self.clock = StepClock(mesh.device)
 
     def agree_to_stop(self) -> bool:
@@ -205,6 +207,7 @@ class StepMetrics:
             **extra,
         }
         self.last = record
+        self.step_times.append(seconds)
         self.write(record)
 
     def _task_losses(self, sums: list[float]) -> dict[str, float]:
@@ -273,3 +276,8 @@ def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def measured_figures(device: torch.device, step_times: Sequence[float]) -> dict[str, float | None]:
+    """What stands beside the plan's figures at the end of a run: the peak of memory, and the median step."""
+    return {"memory_gib": peak_memory_gib(device), "step_time_s": median(step_times) if step_times else None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 from weft.job.run_folder import RunDir
@@ -69,14 +70,14 @@ def _predicted_and_measured(end: dict[str, Any], records: list[dict[str, Any]]) 
     peak = max((r["peak_memory_gib"] for r in records if r.get("peak_memory_gib")), default=None)
     if peak is not None:
         pairs.append(f"memory {_beside(predicted.get('memory_gib'), peak, '{:.2f} GiB')}")
-    times = sorted(r["step_time_s"] for r in records if r.get("step_time_s"))
+    times = [r["step_time_s"] for r in records if r.get("step_time_s")]
     if times:
-        pairs.append(f"step {_beside(predicted.get('step_time_s'), times[len(times) // 2], '{:.3g} s')}")
+        pairs.append(f"step {_beside(predicted.get('step_time_s'), median(times), '{:.3g} s')}")
     if "communication_mib" in predicted:
         pairs.append(f"traffic {predicted['communication_mib']:.1f} MiB a rank and step predicted")
-    rates = sorted(r["tokens_per_s"] for r in records if r.get("tokens_per_s"))
+    rates = [r["tokens_per_s"] for r in records if r.get("tokens_per_s")]
     if rates:
-        pairs.append(f"{human(rates[len(rates) // 2])} {unit_of(records)}/s")
+        pairs.append(f"{human(median(rates))} {unit_of(records)}/s")
     return [" · ".join(pairs)] if pairs else []
 
 
