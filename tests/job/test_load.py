@@ -183,6 +183,13 @@ def test_errors_of_sections_made_in_python() -> None:
         assert str(caught.value) == message
 
 
+@pytest.mark.parametrize("model", [{"family": "resnet", "layers": 18}, {"shape": "vit-tiny"}, {"shape": "tiny"}])
+def test_labels_of_models_that_have_none(model: dict[str, Any]) -> None:
+    """A ResNet read no model.classes, and had 1,000."""
+    with pytest.raises(JobError, match=r"labels of bert, and .* leave it out, or write model.vocab=3 for classes"):
+        resolve(parse_job({"model": {**model, "classes": 3}}))
+
+
 def test_all_errors_are_listed() -> None:
     assert len(refused({"modle": {}, "train": {"stepz": 1, "seed": -1}, "precision": "fp4"}).splitlines()) == 4
 

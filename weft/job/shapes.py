@@ -182,6 +182,11 @@ def _resolve_model(model: Model, data: Data) -> Model:
         raise JobError(f"model.tables has no effect on model.family={family.name}; family={with_tables} would work")
     if model.towers and not family.has_towers:
         raise JobError(f"model.towers has no effect on model.family={family.name}; family=clip would work")
+    if model.classes is not None and family.structure != "encoder":
+        raise JobError(
+            f"model.classes are labels of bert, and model.family is {family.name}; leave it out, or write "
+            f"model.vocab={model.classes} for classes of images"
+        )
     for name in family.needed:
         if not fields.get(name):
             hint = MISSING.get(name, "or name a model.shape such as tiny or llama-1b")
@@ -235,8 +240,6 @@ def _fill_transformer(fields: dict[str, Any], data: Data) -> None:
     elif used := next((name for name in ("class_token", "image") if fields.get(name)), None):
         raise JobError(f"model.{used} is for model.family=vit, and it is {fields['family']}; leave it out")
     if fields.get("classes") is not None:
-        if structure != "encoder":
-            raise JobError(f"model.classes are labels of bert, and model.family is {fields['family']}; leave it out")
         fields["tied"] = False  # the head has a row for each label
     unmasked = structure == "encoder" and not fields.get("classes") and data_mask_token(data) is None
     fields.setdefault("vocab", (data_vocab(data) or 256) + int(unmasked))
