@@ -70,7 +70,7 @@ def test_field_option_and_lone_surrogates(tmp_path):
         (b"[" * 100_000, "is not JSON"),
         (b"\xff{}", "is not UTF-8"),
         (b'["x"]', "is a JSON list, not an object with named fields"),
-        (b'{"body": "x"}', r"has no field 'text' \(it has body\); name the one that holds the text: --field"),
+        (b'{"body": "x"}', r"has no field 'text' \(it has body\); name the one that holds the text: data.field"),
         (b"{}", r"it has nothing"),
         (b'{"text": null}', "has a NoneType in the field 'text', not text"),
     ],

@@ -244,7 +244,10 @@ def texts(byte_range: ByteRange, field: str) -> Iterator[str]:
         if field not in record:
             has = ", ".join(list(record)[:8]) or "nothing"
             raise bad_record(
-                byte_range, number, f"has no field {field!r} (it has {has}); name the one that holds the text: --field"
+                byte_range,
+                number,
+                f"has no field {field!r} (it has {has}); name the one that holds the text: "
+                "data.field of a job, --field of weft data build",
             )
         text = record[field]
         if not isinstance(text, str):
