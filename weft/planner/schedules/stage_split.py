@@ -20,7 +20,7 @@ def split_stages(costs: Sequence[float], stages: int, pinned: Sequence[int] | No
     if stages < 1 or stages > len(costs):
         raise JobError(
             f"a model of {max(0, len(costs) - 2)} blocks, an embedding and a head cannot be cut into {stages} stages "
-            f"(parallel.pp × parallel.virtual_stages); {min(max(1, stages), len(costs))} would work"
+            f"(parallel.pp × parallel.virtual_stages); a product of up to {len(costs)} would work"
         )
     return _most_even(_sums(costs), stages)
 
@@ -40,7 +40,7 @@ def split_layers(
         how = ", cut in pairs by parallel.tp," if pairs else ""
         raise JobError(
             f"model.layers={layers}{how} cannot be cut into {stages} stages (parallel.pp × parallel.virtual_stages); "
-            f"{len(units)} would work"
+            f"a product of up to {len(units)} would work"
         )
     return [(each * a, min(layers, each * b)) for a, b in _most_even(_sums(units), stages)]
 
