@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from weft.job import load_job
 from weft.job.errors import Exit
 from weft.job.run_folder import RunDir
 from weft.training.export import newest
+from weft.watch.journal import read_jsonl
 
 Command = Callable[..., Output]
 
@@ -158,6 +160,8 @@ def test_files_of_a_run(run: RunDir) -> None:
     assert [p.name for p in sorted(run.checkpoints.iterdir())] == ["step-00000003", "step-00000006"]
     assert "</html>" in run.report.read_text(encoding="utf-8")[-200:]
     assert json.loads(run.plan.read_text())["world"] == 1
+    end = [event for event in read_jsonl(run.events) if event["event"] == "done"][-1]
+    assert end["measured"]["step_time_s"] == median(r["step_time_s"] for r in read_jsonl(run.metrics))
 
 
 @pytest.mark.parametrize(

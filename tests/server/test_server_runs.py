@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
@@ -197,6 +198,7 @@ def test_secure_aggregation_survives_a_killed_client(tmp_path: Path, start: Star
     assert ended.code == 130, ended.err
     records = read_jsonl(run.metrics)
     assert all(len(r["clients"]) >= 4 for r in records) and len(records[-1]["clients"]) == 6
+    assert events_of(run, "stop")[0]["measured"]["step_time_s"] == median(r["step_time_s"] for r in records)
     assert [r["epsilon"] for r in records] == sorted(r["epsilon"] for r in records) and records[-1]["delta"] == 1e-5
     assert f"round 1: epsilon {records[0]['epsilon']:.3f} at delta 1e-05" in ended.err
     found = newest_good(run.checkpoints)

@@ -65,6 +65,20 @@ def test_memory_tiers(tmp_path: Path, make_run: Make) -> None:
     ]
 
 
+def test_closing_lines_and_the_report_agree(tmp_path: Path, make_run: Make) -> None:
+    """Medians of an even number of steps, in spite of a damaged record."""
+    run = make_run(tmp_path / "a", steps=4)
+    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    taken = [record | {"step_time_s": seconds} for record, seconds in zip(records, (4.0, 0.1, 0.3, 0.2), strict=True)]
+    damaged = {"step": 5, "step_time_s": {}, "tokens_per_s": "fast", "peak_memory_gib": None}
+    run.metrics.write_text("".join(json.dumps(record) + "\n" for record in (*taken, damaged)))
+    end = {"event": "done", "step": 5, "steps_done": 5, "seconds": 9.0, "predicted": {"step_time_s": 0.2}}
+    with run.events.open("a") as file:
+        file.write(json.dumps(end) + "\n")
+    assert "step 0.2 s predicted, 0.25 s measured" in closing_lines(run)[-1]
+    assert measured("step_time_s", read_metrics(run.metrics)) == 0.25
+
+
 def test_samples_are_not_called_tokens(tmp_path: Path, make_run: Make) -> None:
     """The keys of records are a contract, so a record says what its tokens are if they are something else."""
     assert unit_of_targets(32, 32) == {"unit": "samples"} and unit_of_targets(32 * 16, 32) == {}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from statistics import median
 from typing import Any
 
 from weft.job.run_folder import RunDir
 from weft.watch.figures.figure import unit_of
 from weft.watch.journal import read_jsonl, read_metrics
 from weft.watch.progress import duration, human
+from weft.watch.report_summary import measured
 
 EVENTS = ("done", "stop")
 
@@ -67,20 +67,17 @@ def _losses(events: list[dict[str, Any]], records: list[dict[str, Any]]) -> str:
 def _predicted_and_measured(end: dict[str, Any], records: list[dict[str, Any]]) -> list[str]:
     predicted: dict[str, float] = end.get("predicted") or {}
     pairs = []
-    peak = max((r["peak_memory_gib"] for r in records if r.get("peak_memory_gib")), default=None)
-    if peak is not None:
+    if (peak := measured("memory_gib", records)) is not None:
         pairs.append(f"memory {_beside(predicted.get('memory_gib'), peak, '{:.2f} GiB')}")
-    times = [r["step_time_s"] for r in records if r.get("step_time_s")]
-    if times:
-        pairs.append(f"step {_beside(predicted.get('step_time_s'), median(times), '{:.3g} s')}")
+    if (took := measured("step_time_s", records)) is not None:
+        pairs.append(f"step {_beside(predicted.get('step_time_s'), took, '{:.3g} s')}")
     if "communication_mib" in predicted:
         pairs.append(f"traffic {predicted['communication_mib']:.1f} MiB a rank and step predicted")
-    rates = [r["tokens_per_s"] for r in records if r.get("tokens_per_s")]
-    if rates:
-        pairs.append(f"{human(median(rates))} {unit_of(records)}/s")
+    if (rate := measured("tokens_per_s", records)) is not None:
+        pairs.append(f"{human(rate)} {unit_of(records)}/s")
     return [" · ".join(pairs)] if pairs else []
 
 
-def _beside(predicted: float | None, measured: float, form: str) -> str:
-    shown = form.format(measured)
+def _beside(predicted: float | None, found: float, form: str) -> str:
+    shown = form.format(found)
     return f"{form.format(predicted)} predicted, {shown} measured" if predicted else f"{shown} measured"
