@@ -7,6 +7,7 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -272,10 +273,20 @@ def utilization(flops: float | None, seconds: float, peak: float | None, devices
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory of this rank: allocated on the GPU, or resident on a CPU."""
+    """Peak memory of this rank: allocated on the GPU, or resident on a CPU without what it shares with other processes,
+    such as its snapshots, which are no part of a plan."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - _shared_kib()) / 2**20
+
+
+def _shared_kib() -> int:
+    """Shared memory that is resident now; 0 where the system does not tell."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("RssShmem:")), 0)
 
 
 def measured_figures(device: torch.device, step_times: Sequence[float]) -> dict[str, float | None]:
