@@ -128,6 +128,10 @@ def test_names_of_other_libraries() -> None:
         ({"model": {"image": [64, 64, 3]}}, "model.image=[64, 64, 3]: must be a list of 2 whole numbers"),
         ({"train": {"batch_ramp": 5}}, "train.batch_ramp=5: must be a list of lists of 2 whole numbers"),
         ({"train": {"batch_ramp": [[5]]}}, "train.batch_ramp.0=[5]: must be a list of 2 whole numbers"),
+        (
+            {"memory": {"homes": {"momentss": "host"}}},
+            "memory.homes.momentss='momentss': must be moments, master, averages, weights or gradients",
+        ),
         ({"optim": {"name": "adam"}}, "optim.name='adam': must be adamw, sgd, adafactor, muon, lars or lamb"),
         ({"parallel": "autoo"}, "parallel='autoo': must be key: value lines or auto"),
         ({"parallel": {"dp_shard": 0}},

@@ -49,9 +49,9 @@ def sections_of(annotation: Any) -> list[type[BaseModel]]:
     return [s for arg in getattr(annotation, "__args__", ()) for s in sections_of(arg)]
 
 
-# pydantic adds the branch of a union to the location; it is not part of the key
+# pydantic adds the branch of a union, or that a key is wrong, to the location; it is not part of the key
 _BRANCHES = re.compile(
-    r"^(Parallel|RopeScaling|Latent|int|str|float|bool|literal\[.*\]|dict\[.*\]|function-.*|constrained-.*)$"
+    r"^(Parallel|RopeScaling|Latent|int|str|float|bool|literal\[.*\]|dict\[.*\]|\[key\]|function-.*|constrained-.*)$"
 )
 
 _EXPECTED = {

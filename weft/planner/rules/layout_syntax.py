@@ -80,7 +80,8 @@ def parse_layout(text: str) -> dict[str, Any]:
     while rest:
         word = _WORD.match(rest)
         if not word:
-            raise JobError(f"{text!r} is not a layout: cannot read {rest!r}; names: {', '.join(sorted(ALIASES))}")
+            unread = next((w for w in text.split() if w.lower().endswith(rest.split()[0])), rest)
+            raise JobError(f"{text!r} is not a layout: cannot read {unread!r}; {_names()}")
         name = re.sub(r"[-_](?=\d)", "", word.group(1))
         rest = rest[word.end() :]
         meaning = dict(ALIASES[name])
@@ -95,8 +96,12 @@ def parse_layout(text: str) -> dict[str, Any]:
         section |= meaning
         rest = _JOIN.sub("", rest, count=1)
     if section == {"dp_replicate": 1, "dp_shard": 1} and not _NAMED_DEGREE.search(text.lower()):  # such as `xx`
-        raise JobError(f"{text!r} is not a layout: it names no axis; names: {', '.join(sorted(ALIASES))}")
+        raise JobError(f"{text!r} is not a layout: it names no axis; {_names()}")
     return section
+
+
+def _names() -> str:
+    return f"names: {', '.join(sorted(ALIASES))}, and {', '.join(_SETTINGS)}"
 
 
 def _parse_towers(text: str) -> dict[str, Any]:
