@@ -50,14 +50,9 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
     if plan.pp > 1 and not plan.split:
         plan = replace(plan, split=split_blocks(job, plan.pp * plan.virtual_stages, pairs=plan.tp > 1))
     device = device_of(job, plan)
-    cal = (
-        own_calibration(job, device)
-        if stack == "weft"
-        else load_calibration(stack)
-        if isinstance(stack, str)
-        else stack
-    )
-    estimator = make_estimator(job, plan, plan.world, device, device_memory(job, device, probe(), plan.world), cal)
+    if isinstance(stack, str):
+        stack = own_calibration(job, device) if stack == "weft" else load_calibration(stack)
+    estimator = make_estimator(job, plan, plan.world, device, device_memory(job, device, probe(), plan.world), stack)
     model, cluster, layouts = estimator.model, estimator.cluster, Layouts.one(plan)
     figures = estimator.estimate(layouts, detail=True)
     parts, moved = {part: float(gib[0]) for part, gib in figures.memory.items()}, axis_bytes(job, plan)
@@ -94,7 +89,7 @@ def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dic
         "layout": plan.layout(),
         "world": plan.world,
         "device": plan.device_name,
-        "calibration": cal.name,
+        "calibration": stack.name,
         "sources": SOURCES,
     }
 
