@@ -57,7 +57,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 TEMPLATE_ENV = {
     **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
-    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")])),
     "OMP_NUM_THREADS": "1",
 }
 """Environment of the template; commands with other import-time variables get a new interpreter."""
