@@ -307,10 +307,12 @@ def _compiled_block(job: Job, z: Sizes) -> BlockBytes:
     again = job.precision == "fp8" and (m.gated or not delayed)
     hidden = ((3 if m.gated else 2) - again) * z.ffn
     whole = z.tokens * (z.c * ((4 - 2 * again) * z.dim + 2 * z.heads + 2 * z.kv + hidden) + 4 * z.scores + 8)
-    whole = whole + z.tokens * z.dim * (1 + z.c) * (again and delayed)
     x = z.tokens * z.dim * z.c
+    whole += (x + z.tokens * z.dim) * (again and delayed) + x * ((m.norm_at == "both") - bool(m.parallel_residual))
+    rows = 2 if m.qk_norm == "all" else (z.heads + z.kv) / (m.head_dim or 1)
+    whole += bool(m.qk_norm) * z.tokens * ((z.heads + z.kv) * z.c + rows * FP32_BYTES)
     back = 2 * z.ffn * z.tokens * z.c + 2 * x
-    some = selective_kept(m, z, None) - x  # the output of the last product is not needed again
+    some = selective_kept(m, z, None) - x * (m.norm_at in (None, "input"))  # only norms read the last output again
     none, full = PassBytes(whole, whole, back), PassBytes(x, whole, back + whole - x)
     if z.coded:  # the compiled passes write and read all of it as it is
         none, full = coded_pass(none, z, whole), coded_pass(full, z, x)
