@@ -204,9 +204,10 @@ def own_runs_fp8() -> str:
 
 RANDOM_RUNS = Path(__file__).parent.parent / "bench" / "gpu_runs.json"
 """bench/gpu_random.py on an H200: jobs, GiB, seconds a step."""
+LATER_RUNS = RANDOM_RUNS.with_stem("gpu_runs_later")
 
 
-def random_runs() -> str:
+def random_runs(path: Path = RANDOM_RUNS) -> str:
     """Predicted and measured memory and step time of jobs that were drawn at random."""
     rows = [
         "| model | vocabulary | tokens | precision | optimizer | recompute | predicted GiB | measured | | "
@@ -214,11 +215,11 @@ def random_runs() -> str:
         "|---|---:|---|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     errors: list[tuple[float, float]] = []
-    for run in json.loads(RANDOM_RUNS.read_text()):
+    for run in json.loads(path.read_text()):
         job, model, train = run["job"], run["job"]["model"], run["job"]["train"]
         one_gpu = {"device": "h200-sxm", "nodes": 1, "devices_per_node": 1}
         found = allocated(weft.make_plan(parse_job({**job, "cluster": one_gpu}))[1].predicted)
-        parts = [key for key in ("lora", "window", "tied", "experts") if key in model]
+        parts = [key for key in ("lora", "window", "norm_at", "qk_norm", "tied", "experts") if key in model]
         name = f"{model['family']}, {model['layers']} × {model['dim']}{''.join(f', {part}' for part in parts)}"
         samples = f"{train['microbatch']} × {train['global_batch'] // train['microbatch']}"
         tokens = f"{samples} × {job['data'].get('seq_len') or 'an image'}"
@@ -350,6 +351,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "own runs": own_runs,
     "own runs fp8": own_runs_fp8,
     "random runs": random_runs,
+    "later random runs": lambda: random_runs(LATER_RUNS),
 }
 """Each generated block by name; pages refer to it by that name."""
 

@@ -55,6 +55,8 @@ class Optimizer:
     """Numbers in temporary tensors of the weight while it is updated together with others (UPDATED_ELEMENTS)."""
     flops: Callable[[WeightShard], float] = lambda weight: 0.0
     """FLOPs of matrix products in an update, on each rank that computes it."""
+    update_time: float = 1.0
+    """Time of an update without its matrix products over AdamW's, on an H200 (bench/optimizers_gpu.py)."""
     coded_in_kernel: bool = False
     """Whether its kernel on CUDA decodes and encodes 8-bit states itself (memory.states)."""
 

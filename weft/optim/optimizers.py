@@ -62,7 +62,7 @@ OPTIMIZERS.register(
 OPTIMIZERS.register(
     Optimizer(
         "sgd", "SGD with momentum.", "weft.optim.optimizers:sgd",
-        state=lambda optim, weight: weight.held if optim.momentum else 0,
+        state=lambda optim, weight: weight.held if optim.momentum else 0, update_time=0.7,
     )
 )  # fmt: skip
 OPTIMIZERS.register(
@@ -71,7 +71,7 @@ OPTIMIZERS.register(
         "weft.optim.adafactor:build", state=_adafactor_state, elementwise=False,
         traffic=lambda weight: 2 + _row_and_column_sums(weight),
         sent=lambda weight: 2 + _row_and_column_sums(weight) + prod(weight.shape[:-2]) * (len(weight.shape) > 1),
-        batched=lambda weight: weight.held,
+        batched=lambda weight: weight.held, update_time=3.9,
     )
 )  # fmt: skip
 OPTIMIZERS.register(
@@ -81,20 +81,20 @@ OPTIMIZERS.register(
         state=lambda optim, weight: weight.held, elementwise=False, block_matrices_only=True,
         traffic=lambda weight: prod(weight.shape) if len(weight.shape) == 2 else 0,  # ranks hold whole experts
         sent=lambda weight: weight.held, takes_turns=True,
-        scratch=_two_products, batched=_shard_and_matrix, flops=_newton_schulz,
+        scratch=_two_products, batched=_shard_and_matrix, flops=_newton_schulz, update_time=5.0,
     )
 )  # fmt: skip
 OPTIMIZERS.register(
     Optimizer(
         "lars", "LARS (You et al. 2017): SGD with momentum, a matrix's update in proportion to its norm.",
         "weft.optim.trust_ratio:build_lars", state=lambda optim, weight: weight.held, elementwise=False,
-        traffic=_trust_norms, sent=_trust_norms, batched=lambda weight: weight.held,
+        traffic=_trust_norms, sent=_trust_norms, batched=lambda weight: weight.held, update_time=2.5,
     )
 )  # fmt: skip
 OPTIMIZERS.register(
     Optimizer(
         "lamb", "LAMB (You et al. 2020): AdamW with a matrix's update scaled to the matrix's norm.",
         "weft.optim.trust_ratio:build_lamb", state=lambda optim, weight: 2 * weight.held + 1, elementwise=False,
-        traffic=_trust_norms, sent=_trust_norms, batched=lambda weight: weight.held,
+        traffic=_trust_norms, sent=_trust_norms, batched=lambda weight: weight.held, update_time=7.2,
     )
 )  # fmt: skip

@@ -51,6 +51,10 @@ class Calibration:
     """The same for its backward pass, over the forward pass."""
     host_moe_us: float = 60.0
     """What each expert on a rank adds to that: routing, sorting, small products."""
+    host_routing_us: float = 0.0
+    """What routing adds, however many experts there are."""
+    host_selective_us: float = 0.0
+    """What selective recompute of a block with experts adds in both passes: it runs outside compiled graphs."""
     host_fp8: float = 1.0
     """The same where the block multiplies in fp8, over bf16: casts and scales."""
     host_adapters: float = 1.0

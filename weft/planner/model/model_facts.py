@@ -93,6 +93,8 @@ class ModelFacts:
     """Share of the blocks that have the sliding window."""
     update_flops: Size = 0.0
     """FLOPs of the optimizer's matrix products in a step."""
+    update_time: Size = 1.0
+    """Time of the rest of its update, over AdamW's."""
     in_flight: Size = 1.0
     """Microbatches that a pipeline holds, over those of its schedule's entry: 2 for ZB-2p."""
 
@@ -230,7 +232,7 @@ def model_facts(job: Job) -> ModelFacts:
         head_share=1 / job.data.seq_len if model.labels_samples else 1.0, **_encoder_ends(model),
         head_low=fp8_head_blocks(job), frozen=int(model.lora is not None),
         **extra, **_latent(model),
-        **_windows(model, job.data.seq_len), update_flops=_update_flops(model, job.optim.name),
+        **_windows(model, job.data.seq_len), **_updates(model, job.optim.name),
     )  # fmt: skip
 
 
@@ -243,11 +245,17 @@ def _windows(model: Model, seq_len: int) -> dict[str, float]:
     return {"attended": 1 - share + share * reach * (2 - reach), "window": model.window / seq_len, "windowed": share}
 
 
-def _update_flops(model: Model, name: str) -> float:
-    """FLOPs of the products in one update of all weights that are trained."""
+def _updates(model: Model, name: str) -> dict[str, float]:
+    """Of one update of all weights that are trained: FLOPs of its products, and its time without them over AdamW's."""
     found = (w for w in weights_of(model, False, 0, model.layers or 0, True, True) if w.trained)
-    shards = (WeightShard(w.shape, prod(w.shape), w.in_block) for w in found)
-    return sum(OPTIMIZERS[name].of(shard).flops(shard) for shard in shards)
+    shards = [WeightShard(w.shape, prod(w.shape), w.in_block) for w in found]
+    makers = [(OPTIMIZERS[name].of(shard), shard) for shard in shards]
+    time = sum(maker.update_time * shard.held for maker, shard in makers)
+    held = sum(shard.held for shard in shards)
+    return {
+        "update_flops": sum(maker.flops(shard) for maker, shard in makers),
+        "update_time": time / held if held else 1.0,
+    }
 
 
 def _encoder_ends(model: Model) -> dict[str, float]:

@@ -112,18 +112,25 @@ def block_time(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, cal: 
     experts = links.all_to_all_time(links.rank_group(cluster, layouts.ep, ones, cal), routed, model.top_k)
     ep = share * 2 * experts * (1 - cal.overlap_ep)
     casts = np.where(layouts.precision == PRECISIONS.index("fp8"), cal.host_fp8, 1.0)
-    host = casts * cal.host_us * 1e-6 + share * cal.host_moe_us * 1e-6 * np.maximum(model.experts, 1) / layouts.ep
+    routing = cal.host_routing_us + cal.host_moe_us * np.maximum(model.experts, 1) / layouts.ep
+    host = (casts * cal.host_us + share * routing) * 1e-6
     host = host * (1 + cross) * np.where(np.asarray(model.frozen) > 0, cal.host_adapters, 1.0)
     if cal.score_batch:
         odd = np.mod(layouts.microbatch * model.heads / layouts.tp, cal.score_batch) != 0
         host = host * np.where(odd, SLOW_KERNEL_LAUNCHES, 1.0)
     gpu_f, gpu_b = w.forward + tp + cp_f + ep, w.backward + tp + cp_b + ep
     ratio = _profiled(cal, tokens, model.dim, layouts.tp) if cal.profile else 1.0
+    forward = _smooth_max(gpu_f, host, cal.host_blend)
+    backward = _smooth_max(gpu_b, host * cal.host_backward, cal.host_blend)
+    again = w.inner
+    if cal.host_selective_us:
+        launches = host * (1 + cal.host_backward) + share * cal.host_selective_us * 1e-6
+        again = np.maximum(again, _smooth_max(gpu_f + gpu_b + again, launches, cal.host_blend) - forward - backward)
     return BlockTime(
-        forward=_smooth_max(gpu_f, host, cal.host_blend) * ratio,
-        backward=_smooth_max(gpu_b, host * cal.host_backward, cal.host_blend) * ratio,
+        forward=forward * ratio,
+        backward=backward * ratio,
         weights=w.weights * ratio,
-        again=w.inner * ratio, gpu_forward=gpu_f, gpu_backward=gpu_b, gpu_again=w.inner, tp=tp, cp_forward=cp_f,
+        again=again * ratio, gpu_forward=gpu_f, gpu_backward=gpu_b, gpu_again=w.inner, tp=tp, cp_forward=cp_f,
         cp_backward=cp_b, ep=ep, coding=w.coding, head=head + w.head_backward, head_again=head * cal.head_again,
         embedding=w.embedding, row_bytes=row,
     )  # fmt: skip

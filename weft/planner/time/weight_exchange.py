@@ -98,7 +98,7 @@ def weight_exchange(model: ModelFacts, cluster: ClusterFacts, layouts: Layouts, 
         gathers=sent(shards, weight), scatter=sent(shards, grad * trained),
         between=np.where(layouts.dp_replicate > 1, between, 0.0),
         encoding=(shared + experts) * trained * encoding_bytes(layouts) / memory,
-        optimizer=np.where(offloaded, on_host, cal.optimizer * state / memory) + products / rate,
+        optimizer=np.where(offloaded, on_host, cal.optimizer * model.update_time * state / memory) + products / rate,
         sums=(shared + experts) * trained * cal.sum_bytes / memory,
         message=links.send_time(stages, 0.0), stage_gb_s=stages.one_gb_s, largest=largest, last=last,
     )  # fmt: skip
