@@ -83,7 +83,7 @@ def test_hit_rate_counts_ties_as_misses() -> None:
     ("model", "message"),
     [
         ({"family": "dlrm", "tables": []}, "model.tables is missing; give it, such as tables: "),
-        ({"family": "llama"}, "model.tables has no effect on model.family=llama; family=dlrm or two_tower would work"),
+        ({"family": "llama"}, "model.tables has no effect without model.family=dlrm or two_tower; leave it out"),
         ({"family": "dlrm", "tables": [{"name": "a", "rows": 3, "dim": 5}]}, "a has dim=5, and dlrm multiplies rows"),
         ({"family": "two_tower", "tables": [{"name": "a", "rows": 3}]}, "has no table of the tower item"),
         ({"family": "dlrm", "tables": [{"name": "a", "rows": 3}] * 2}, "must not name 'a' twice"),

@@ -42,6 +42,8 @@ class Family:
 
     args: str | None = None
     """Of a module: `module:function` that takes the sections model and data and returns the constructor's arguments."""
+    fields: tuple[str, ...] | None = None
+    """Fields of `model` that it uses, besides those of all modules; None where FIELD_USES tells (job/field_uses.py)."""
     has_tables: bool = False
     """Whether it has embedding tables (model.tables)."""
     has_towers: bool = False

@@ -9,8 +9,9 @@ from typing import Any
 from weft.job.data_files.image_folders import count_classes
 from weft.job.data_files.token_files import META, TOKENIZER, mask_token, read_meta, tokenizer_vocab
 from weft.job.errors import JobError
+from weft.job.field_uses import check_field_uses, check_own_module
 from weft.job.model import FAMILIES, Family
-from weft.job.registry import find_object, listed
+from weft.job.registry import find_object
 from weft.job.schema import Data, Experts, Job, Model
 
 # dim, layers, heads, kv_heads, ffn, vocab; as published with each model
@@ -102,6 +103,8 @@ ALIASES = {
 def resolve(job: Job) -> Job:
     """The job with every field of its model resolved: given fields first, then the shape, then the family."""
     if job.model.module:
+        if job.model.family is None:
+            check_own_module(job.model)
         return _with_class_loss(job)
     if job.model.pretrained and job.model.family is None:  # else it is resolved, and the checkpoint may be elsewhere
         job = _with_pretrained(job, job.model.pretrained)
@@ -177,11 +180,7 @@ def _resolve_model(model: Model, data: Data) -> Model:
     fields: dict[str, Any] = {"family": "llama", **shape, **given}
     family = FAMILIES[fields["family"]]
     fields = {**family.defaults, **fields}
-    if model.tables and not family.has_tables:
-        with_tables = listed(each.name for each in FAMILIES if each.has_tables)
-        raise JobError(f"model.tables has no effect on model.family={family.name}; family={with_tables} would work")
-    if model.towers and not family.has_towers:
-        raise JobError(f"model.towers has no effect on model.family={family.name}; family=clip would work")
+    check_field_uses(model, fields, family)
     if model.classes is not None and family.structure != "encoder":
         raise JobError(
             f"model.classes are labels of bert, and model.family is {family.name}; leave it out, or write "
@@ -237,8 +236,6 @@ def _fill_transformer(fields: dict[str, Any], data: Data) -> None:
         fields["experts"] = {"ffn": fields["ffn"], **usual, **fields["experts"]}
     if structure == "classifier":
         fields.setdefault("vocab", count_classes(data) or 10)
-    elif used := next((name for name in ("class_token", "image") if fields.get(name)), None):
-        raise JobError(f"model.{used} is for model.family=vit, and it is {fields['family']}; leave it out")
     if fields.get("classes") is not None:
         fields["tied"] = False  # the head has a row for each label
     unmasked = structure == "encoder" and not fields.get("classes") and data_mask_token(data) is None
