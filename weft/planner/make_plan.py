@@ -64,9 +64,9 @@ def best_plan(start: PlanStart, calibration: Calibration | None = None) -> tuple
     plan, reasons, found = pick_layout(start, calibration)
     job, made = complete_or_advise(start, plan, reasons, found.estimator if found else None)
     budget = job.memory.budget_gib
-    if budget and found is not None and len(found) == 0:
+    if budget and found is not None and len(found) == 0 and budget < found.smallest_gib:
         raise FitError(
-            f"memory.budget_gib={budget:g} is less than the {found.smallest_gib:.2f} GiB a rank that even "
+            f"memory.budget_gib={budget:g} is less than the {found.smallest_gib:.3g} GiB a rank that even "
             "recompute=full needs; a smaller train.microbatch or more ranks would need less"
         )
     return job, made, found

@@ -45,6 +45,8 @@ def test_a_budget_chooses_the_least_that_fits() -> None:
     assert "recompute full: with less the same layout would need" in plan.reasons[-1]
     with pytest.raises(FitError, match=r"memory.budget_gib=1 is less than the .* GiB a rank that even recompute=full"):
         planned(memory={"budget_gib": 1})
+    small = {"device": "h200-sxm", "devices_per_node": 1, "memory_gib": 1}
+    assert planned(memory={"budget_gib": 500}, cluster=small)[1].predicted["memory_gib"] > 1  # no budget is too small
 
 
 def test_a_device_that_is_too_small_recomputes() -> None:
