@@ -28,6 +28,7 @@ from unittest import mock
 from weft.job.errors import Exit, WeftError
 from weft.job.load import load_job, parse_job, recipes
 from weft.job.schema import Job
+from weft.job.shapes import SHAPES
 from weft.job.validation import known_keys
 
 from .corpus import ARGUMENTS, JOB_FILES, OVERRIDES
@@ -140,11 +141,11 @@ def read_overrides(texts: list[str], folder: Path) -> None:
 
 
 def plan(rng: random.Random, folder: Path) -> None:
-    """The plan of a valid small or large job with odd settings."""
+    """The plan of a valid job of any shape, with odd settings."""
     from weft.planner.make_plan import make_plan
 
     sizes = (
-        "model={shape: llama-1b}",
+        f"model={{shape: {rng.choice(sorted(SHAPES))}}}",
         "cluster={device: h100, devices_per_node: 8}",
         "train.global_batch=64",
         "precision=bf16",

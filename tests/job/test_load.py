@@ -64,6 +64,11 @@ def test_yaml_and_back(tmp_path: Path) -> None:
     assert resolve(resolved) == resolved
 
 
+def test_a_source_whose_name_is_too_long() -> None:
+    with pytest.raises(JobError, match=r"data\.source=x{80} cannot be read: File name too long"):
+        resolve(parse_job({"data": {"source": "x" * 5000}}))
+
+
 def test_python_and_yaml_are_the_same_job(tmp_path: Path) -> None:
     text = "name: x\nmodel: {dim: 32, layers: 2, heads: 4}\ndata: {seq_len: 8}\noptim: {lr: 1e-3}\nparallel: {tp: 2}\n"
     made = Job(

@@ -279,6 +279,12 @@ def _shape(name: str | None) -> dict[str, Any]:
 def first_source(data: Data) -> Path:
     """The path of the data, of the first source of a mixture, or of the first token store of a growing source."""
     source = Path(data.mixture[0].source if data.mixture else data.source)
+    try:
+        source.stat()
+    except FileNotFoundError:
+        pass  # those who open the data say so
+    except OSError as error:
+        raise JobError(f"data.source={str(source)[:80]} cannot be read: {error.strerror}") from error
     stores = sorted(source.glob(f"*/{META}")) if data.growing and data.format is None else []
     return stores[0].parent if stores else source
 
