@@ -29,7 +29,7 @@ def main() -> int:
     files = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
     server.sendmsg([b"+"], files)
     server.sendall(json.dumps(request).encode() + b"\n")
-    answers = server.makefile("r")
+    answers = server.makefile("rb", buffering=0)  # a buffer would hide the exit code from select
     pid = int(answers.readline())
 
     while True:

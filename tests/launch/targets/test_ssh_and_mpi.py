@@ -17,6 +17,7 @@ from helpers.real_clusters import SshHosts
 from weft.job.errors import JobError
 from weft.job.run_folder import RunDir
 from weft.launch.rank_pool import RankPool
+from weft.launch.targets import ssh
 from weft.launch.targets.driver import code_of_run, record_end
 from weft.launch.targets.hostfile import Host, read_hosts
 from weft.launch.targets.ssh_client import run_code
@@ -73,6 +74,15 @@ def test_host_that_cannot_start_ends_the_run(folder: Path, interpreter: str) -> 
     assert not strays([str(folder)])
     done = weft(folder, "launch", "job.yaml", "cluster.python=/nowhere/python", "--on", "ssh")
     assert (done.code, "there is no /nowhere/python on" in done.last) == (4, True), done.err
+
+
+def test_a_host_without_an_answer(folder: Path, in_process: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = folder / "python"
+    slow.write_text("#!/bin/sh\nexec sleep 5\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(ssh, "ANSWER_S", 1.0)
+    done = in_process(folder, "launch", "job.yaml", f"cluster.python={slow}", "--on", "ssh", "--dry-run")
+    assert (done.code, "127.0.1.1: no answer to `cd " in done.err) == (4, True), done.err
 
 
 def test_mpi_trains_the_same_run(

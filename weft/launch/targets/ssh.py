@@ -18,6 +18,8 @@ from weft.launch.targets.target import LaunchRequest, Submission
 
 CONNECT_S = 15
 """How long a connection may take."""
+ANSWER_S = 300.0
+"""How long a host may take to import weft, maybe from a cold network disk."""
 
 
 class SshTarget(ProcessTarget):
@@ -47,10 +49,13 @@ class SshTarget(ProcessTarget):
         lines = []
         script = f"cd {shlex.quote(request.workdir)} && {shlex.quote(request.python)} -c 'import weft'"
         for host in hosts_of(request.cluster):
-            done = subprocess.run(
-                [*ssh_command(request.cluster, host), script],
-                stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            )  # fmt: skip
+            try:
+                done = subprocess.run(
+                    [*ssh_command(request.cluster, host), script],
+                    stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_S,
+                )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                raise MachineError(f"{host.name}: no answer to `{script}` within {ANSWER_S:.0f} s") from None
             if done.returncode:
                 last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
                 raise MachineError(f"{host.name}: {last}")
