@@ -59,10 +59,13 @@ ALWAYS = {
 changed alone."""
 OF_INPUTS = {"dim", "patch", "image", "channels"}
 """Fields that describe the inputs of your own module."""
+_EXPERTS = "model.experts needs a decoder, and {} is not one; family=llama or gpt2 would work"
 
 
 def check_field_uses(model: Model, fields: Fields, family: Family) -> None:
     """A JobError for a given field that has no effect on the model of a family with all these fields."""
+    if fields.get("experts") is not None and family.structure != "decoder":
+        raise JobError(_EXPERTS.format(f"model.family={family.name}"))
     for name in _given(model, family.defaults):
         if family.fields is not None and name not in {*family.fields, *ALWAYS}:
             raise JobError(f"model.{name} has no effect on model.family={family.name}; leave it out")
@@ -73,6 +76,8 @@ def check_field_uses(model: Model, fields: Fields, family: Family) -> None:
 
 def check_own_module(model: Model) -> None:
     """A JobError for a given field that has no effect on your own module."""
+    if model.experts is not None:
+        raise JobError(_EXPERTS.format(model.module))
     for name in _given(model, {}):
         if name not in ALWAYS | OF_INPUTS:
             raise JobError(

@@ -8,7 +8,7 @@ from weft.planner.rules.arithmetic import divisors, either
 
 
 def experts_rule(job: Job, plan: Plan) -> str | None:
-    """Experts need a decoder and whole blocks, and ep needs experts."""
+    """Experts need whole blocks, and ep needs experts."""
     experts = job.model.experts
     if experts is None:
         if plan.ep > 1:
@@ -17,9 +17,6 @@ def experts_rule(job: Job, plan: Plan) -> str | None:
                 "model.experts"
             )
         return None
-    if job.model.module or not job.model.is_decoder:
-        what = job.model.module or f"model.family={job.model.family}"
-        return f"model.experts needs a decoder, and {what} is not one; family=llama or gpt2 would work"
     if plan.long:
         setting = f"memory.offload={plan.offload}" if plan.offloads_activations else f"memory.chunk={plan.chunk}"
         return (
