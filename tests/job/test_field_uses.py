@@ -21,12 +21,12 @@ USED: tuple[dict[str, Any], ...] = (
     {"shape": "vit-tiny", "patch": 8, "channels": 1, "class_token": True},
     {"shape": "resnet-18", "channels": 1, "batch_norm": "rank"},
     {"shape": "mlp-tiny", "heads": 4, "ffn": 64, "bias": False, "dropout": 0.1, "loss": "mse"},
-    {"shape": "gpt2-tiny", "loss": "cross_entropy"},
+    {"shape": "gpt2-tiny", "loss": "cross_entropy", "rope_theta": 1e6},
     {"module": "torch.nn:Linear", "args": {"in_features": 2, "out_features": 2}, "loss": "mse", "dim": 2},
 )
 REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"shape": "gpt2-tiny", "rope_theta": 1e6},
-     "model.rope_theta has no effect without model.positions=rope; leave it out"),
+    ({"shape": "gpt2-tiny", "rope_scaling": {"kind": "linear", "factor": 2.0}},
+     "model.rope_scaling has no effect without model.positions=rope; leave it out"),
     ({"shape": "tiny", "window_layers": [0]}, "model.window_layers has no effect without model.window; leave it out"),
     ({"shape": "tiny", "swiglu_limit": 3.0}, "without model.activation=swiglu_clamped"),
     ({"shape": "tiny", "encoder_layers": 1}, "without model.family=t5"),

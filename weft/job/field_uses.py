@@ -23,11 +23,7 @@ class FieldUse:
 
 
 FIELD_USES = (
-    FieldUse(("rope_theta", "rope_scaling"), "model.positions=rope", lambda m, _: m.get("positions") == "rope"),
-    FieldUse(
-        ("rope_dim",), "model.positions=rope or model.latent",
-        lambda m, _: m.get("positions") == "rope" or m.get("latent") is not None,
-    ),
+    FieldUse(("rope_scaling",), "model.positions=rope", lambda m, _: m.get("positions") == "rope"),
     FieldUse(("window_layers", "window_theta"), "model.window", lambda m, _: m.get("window") is not None),
     FieldUse(
         ("swiglu_limit", "swiglu_alpha"), "model.activation=swiglu_clamped",
@@ -53,10 +49,10 @@ FIELD_USES = (
 )  # fmt: skip
 ALWAYS = {
     "shape", "pretrained", "family", "module", "args", "loss", "batch_norm", "frozen", "vocab", "max_len", "lora",
-    "classes", "heads", "kv_heads", "head_dim", "ffn",
+    "classes", "heads", "kv_heads", "head_dim", "ffn", "rope_theta", "rope_dim",
 }  # fmt: skip
-"""Fields that any model may be given: refused with a reason of their own, or sizes, so that a job's family can be
-changed alone."""
+"""Fields that any model may be given: refused with a reason of their own, or sizes, which configurations of other
+libraries name beside any model, and so that a job's family can be changed alone."""
 OF_INPUTS = {"dim", "patch", "image", "channels"}
 """Fields that describe the inputs of your own module."""
 _EXPERTS = "model.experts needs a decoder, and {} is not one; family=llama or gpt2 would work"

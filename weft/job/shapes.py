@@ -180,7 +180,8 @@ def _resolve_model(model: Model, data: Data) -> Model:
     fields: dict[str, Any] = {"family": "llama", **shape, **given}
     family = FAMILIES[fields["family"]]
     fields = {**family.defaults, **fields}
-    check_field_uses(model, fields, family)
+    if model.pretrained is None:  # configs name what their other models use
+        check_field_uses(model, fields, family)
     if model.classes is not None and family.structure != "encoder":
         raise JobError(
             f"model.classes are labels of bert, and model.family is {family.name}; leave it out, or write "
