@@ -134,6 +134,9 @@ def test_recompute_of_user_modules(pool: RankPool) -> None:
         ("Pairless", "tp 2", "JobError: Pairless has no table of parts, and no two linear layers with an activation "
                              "between them, so parallel.tp must be 1; for tp give the class an attribute `parts` such "
                              "as {'*.up': 'column', '*.down': 'row'}"),
+        ("Pairless", "pp 2 tp 2", "JobError: Pairless has no table of parts, and no two linear layers with an "
+                                  "activation between them, so parallel.tp must be 1; for tp give the class an "
+                                  "attribute `parts` such as {'*.up': 'column', '*.down': 'row'}"),
         ("WrongParts", "tp 2", "JobError: the table of parts says 'blocks.*.up': 'colum', which is no part; did you "
                                "mean 'column'?"),
         ("MisspeltParts", "tp 2", "JobError: the table of parts of MisspeltParts has 'blocks.*.dwn', which fits no "

@@ -25,8 +25,8 @@ def check_model(model: nn.Module, plan: Plan) -> None:
     check_skip(model, plan)
     for row in plan.towers:
         find_tower(model, row["name"], row["ranks"] < plan.world)
-    if plan.tp > 1 and plan.pp == 1 and not hasattr(model, "keep"):  # of a stage, the parts depend on the cut
-        check_parts(model)
+    if plan.tp > 1 and not hasattr(model, "keep"):
+        check_parts(model, kept=plan.pp == 1)
     if plan.dp_shard > 1 and not plan.towers:  # towers have shards of their own
         refuse_scalars(model)
 

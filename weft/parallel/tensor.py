@@ -176,9 +176,10 @@ SHARDING_ROLES = ("column", "row", "vocab", "vocab_head")
 """Roles that shard weights; a table needs at least one of them."""
 
 
-def check_parts(model: nn.Module) -> None:
-    """Refuse a model that has nothing to split, or whose table of parts does not fit it."""
-    table = _table(model)
+def check_parts(model: nn.Module, kept: bool = True) -> None:
+    """Refuse a model that has nothing to split, or whose table of parts does not fit it. `kept`: the table is that of
+    the run, not of a model that is cut into stages first, each with a table of its own."""
+    table = _table(model) if kept else getattr(model, "parts", None) or infer_parts(model)
     if not table:
         raise JobError(
             f"{type(model).__name__} has no table of parts, and no two linear layers with an activation between them, "
