@@ -279,6 +279,12 @@ class Model(Section):
         return not self.dropout and self.norm_at in (None, "input")
 
     @property
+    def runs_in_parts(self) -> bool:
+        """Whether its blocks can be computed in parts: Weft's own, of one sequence and without experts."""
+        kinds = self.is_decoder or self.is_encoder or self.is_classifier
+        return kinds and self.module is None and self.experts is None
+
+    @property
     def is_encoder_decoder(self) -> bool:
         """Whether it is an encoder with a decoder, of tokens, of Weft's own."""
         return self._is("encoder_decoder")

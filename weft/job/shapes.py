@@ -207,6 +207,7 @@ def _module_of(family: Family, model: Model, data: Data) -> Model:
 
 def _fill_transformer(fields: dict[str, Any], data: Data) -> None:
     dim, heads, structure = fields["dim"], fields["heads"], FAMILIES[fields["family"]].structure
+    grouped = fields.get("kv_heads")
     fields.setdefault("kv_heads", heads)
     if heads % fields["kv_heads"]:
         near = max(k for k in range(1, min(heads, fields["kv_heads"]) + 1) if heads % k == 0)
@@ -216,7 +217,9 @@ def _fill_transformer(fields: dict[str, Any], data: Data) -> None:
     if "head_dim" not in fields:
         if dim % heads:
             near = max(h for h in range(1, heads + 1) if dim % h == 0)
-            raise JobError(f"model.dim={dim} is not a multiple of model.heads={heads}; heads={near} would work")
+            possible = [h for h in range(1, heads + 1) if dim % h == 0 and h % (grouped or 1) == 0]
+            works = f"heads={max(possible)}" if possible else f"heads={near} with kv_heads={near}"
+            raise JobError(f"model.dim={dim} is not a multiple of model.heads={heads}; {works} would work")
         fields["head_dim"] = dim // heads
     if fields["positions"] == "relative" and structure != "encoder_decoder":
         raise JobError("model.positions=relative is for model.family=t5; learned or rope would work")

@@ -111,7 +111,7 @@ def _start_offloaded(job: Job, world: int | None) -> PlanStart:
     if job.memory.offload != "auto":
         start = _start_plan(job, world)
         return start if job.memory.offload != "all" else _last_resort(start, ("all",))
-    options = auto_offloads(job)
+    options = auto_offloads(resolve(job))
     for number, changed in enumerate(options):
         if number and changed.get("split_master") and not can_split(job, start.plan.precision, start.world):
             continue
@@ -129,6 +129,7 @@ def _last_resort(start: PlanStart, offloads: tuple[str, ...]) -> PlanStart:
     """The same with gradients, weights or both elsewhere if it does not fit otherwise: on one rank, as several can
     share both. The fastest of those that fit is taken, with block inputs in host memory or without."""
     job, pinned = start.job, {"weights", "gradients"} & start.job.memory.homes.keys()
+    offloads = offloads if job.model.runs_in_parts else offloads[-1:]
     if job.model.module or start.world > 1 or pinned or fitting_plan(start) is not None:
         return start
     found: dict[float, PlanStart] = {}

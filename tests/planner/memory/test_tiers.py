@@ -40,6 +40,14 @@ def test_auto_offloads_only_what_does_not_fit(tmp_path: Path) -> None:
     assert moved == pytest.approx(sum(row["gib"] for row in small.homes if row["home"] == "host"), rel=1e-3)
 
 
+def test_auto_offload_of_experts_keeps_whole_blocks() -> None:
+    """Activations of blocks with experts cannot leave the device."""
+    _, plan = make_plan(job({"offload": "auto", "device_gib": 74, "host_gib": 400}, model="deepseek-v3-16b"))
+    assert plan.offload == "states"
+    with pytest.raises(FitError, match=r"need .* GiB of host memory a rank"):
+        make_plan(job({"offload": "auto", "device_gib": 74, "host_gib": 10}, model="deepseek-v3-16b"))
+
+
 def test_states_are_ten_bytes_a_parameter() -> None:
     _, plan = make_plan(job({"offload": "states", "host_gib": 100}))
     host = {row["kind"]: row["gib"] * 2**30 / 8.03e9 for row in plan.homes if row["home"] == "host"}

@@ -81,8 +81,7 @@ def refused(world: int | None = None, **job: Any) -> str:
          "sequence dimension; use dp_replicate or dp_shard"),
         (1, {"model": {**SMALL, "family": "mlp"}, "memory": {"chunk": 8}},
          "memory.chunk=8 works on a transformer's blocks, and model.family=mlp is not a "
-         "transformer; memory.recompute=full would "
-         "work"),
+         "transformer; memory.chunk=0 with memory.recompute=full would work"),
         (16, {"model": SMALL, "parallel": {"cp": 16, "cp_style": "ulysses"}},
          "parallel.cp_style=ulysses cannot divide model.heads=8 and model.kv_heads=2 among cp=16 ranks; "
          "cp=1, 2, 4 or 8 would work, or cp_style=ring"),
@@ -94,8 +93,7 @@ def refused(world: int | None = None, **job: Any) -> str:
          "schedule=1f1b would work"),
         (1, {"model": "own:Net", "memory": {"offload": "activations"}},
          "memory.offload=activations works on a transformer's blocks, and own:Net is not a "
-         "transformer; memory.recompute=full "
-         "would work"),
+         "transformer; memory.offload=none with memory.recompute=full would work"),
         (2, {"memory": {"offload": "activations", "recompute": "none"}},
          "memory.recompute=none has no effect with memory.offload=activations, which already "
          "recomputes most of a block; recompute=auto would work"),
@@ -134,6 +132,8 @@ def refused(world: int | None = None, **job: Any) -> str:
          "data.images.size=16 is not a multiple of model.patch=5; size=15 would work"),
         (1, {"model": {"dim": 30, "heads": 4, "layers": 2}},
          "model.dim=30 is not a multiple of model.heads=4; heads=3 would work"),
+        (1, {"model": {**SMALL, "dim": 7}},
+         "model.dim=7 is not a multiple of model.heads=8; heads=7 with kv_heads=7 would work"),
         (1, {"model": {"dim": 64, "heads": 4, "kv_heads": 3, "layers": 2}},
          "model.heads=4 is not a multiple of model.kv_heads=3; kv_heads=2 would work"),
         (1, {"model": {"dim": 20, "heads": 4, "layers": 2}},

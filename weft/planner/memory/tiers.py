@@ -33,8 +33,8 @@ AUTO_OFFLOADS: tuple[dict[str, Any], ...] = (
 
 
 def auto_offloads(job: Job) -> tuple[dict[str, Any], ...]:
-    """Those of AUTO_OFFLOADS that a job can use: homes that it pins need states that can leave the device."""
-    return AUTO_OFFLOADS[2:] if job.memory.homes else AUTO_OFFLOADS
+    """Those of AUTO_OFFLOADS that a job, whose model is resolved, can use: homes that it pins need states elsewhere."""
+    return AUTO_OFFLOADS[2 * bool(job.memory.homes) : len(AUTO_OFFLOADS) - (not job.model.runs_in_parts)]
 
 
 LAST_RESORTS: dict[tuple[str, ...], str] = {

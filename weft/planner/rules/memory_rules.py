@@ -9,6 +9,14 @@ from weft.planner.plan import Plan
 from weft.planner.rules.context_rules import attends
 from weft.planner.schedules.known_schedules import splits_backward
 
+IN_PARTS = {"activations": "memory.offload=none", "all": "memory.offload=states"}
+"""What leaves out the offload of activations."""
+
+
+def whole_blocks(plan: Plan) -> str:
+    """What would work instead of processing blocks in parts."""
+    return f"{IN_PARTS.get(plan.offload, 'memory.chunk=0')} with memory.recompute=full would work"
+
 
 def offload_rule(job: Job, plan: Plan) -> str | None:
     """Activation offload and chunks need a transformer and an undivided backward pass."""
@@ -18,14 +26,11 @@ def offload_rule(job: Job, plan: Plan) -> str | None:
     if job.model.is_encoder_decoder:
         return (
             f"{setting} works on blocks of one sequence, and model.family={job.model.family} has two; "
-            "memory.recompute=full would work"
+            f"{whole_blocks(plan)}"
         )
     if not attends(job):
         what = job.model.module or f"model.family={job.model.family}"
-        return (
-            f"{setting} works on a transformer's blocks, and {what} is not a transformer; memory.recompute=full would "
-            "work"
-        )
+        return f"{setting} works on a transformer's blocks, and {what} is not a transformer; {whole_blocks(plan)}"
     if splits_backward(plan):
         return (
             f"{setting} computes a block's gradients in one pass, and parallel.schedule={plan.schedule} splits them; "
