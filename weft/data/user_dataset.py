@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from weft.data.formats.map_style import MapStyle, as_dataset
 from weft.job.errors import JobError
 from weft.job.schema import Job, Model
 from weft.models.user.sample_tree import TARGET_NAMES, flatten
@@ -25,7 +26,7 @@ IGNORED_TARGET = -100
 MAX_LENGTH = 2**62 - 1
 """Samples that can be shuffled (data/sampler.py)."""
 
-_NEEDS = "a dataset has train_len, val_len, train(index) and val(index)"
+_NEEDS = "a dataset has train_len, val_len, train(index) and val(index), or a length and items, as torch's have"
 
 
 def open_user_dataset(job: Job) -> UserDataset:
@@ -46,15 +47,22 @@ def open_user_dataset(job: Job) -> UserDataset:
     except (Exception, SystemExit) as error:
         raise _user_code_error(data.source, "importing it", error) from error
     make = getattr(module, name, None)
-    if not callable(make):
+    if not (callable(make) or hasattr(as_dataset(make), "train_len")):
         near = difflib.get_close_matches(name, [n for n, v in vars(module).items() if callable(v)], n=1)
         hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
         raise JobError(f"data.source {data.source}: {module_name} has no function or class {name!r}{hint}")
     try:
-        inner = make(data)
+        inner = as_dataset(make if not callable(make) else make(data) if _takes_arguments(make) else make())
     except (Exception, SystemExit) as error:
         raise _user_code_error(data.source, "calling it with the data section", error) from error
     return UserDataset(inner, data.source, job.model, bool(data.tasks))
+
+
+def _takes_arguments(make: Callable[..., Any]) -> bool:
+    try:
+        return bool(inspect.signature(make).parameters)
+    except (TypeError, ValueError):  # it is not written in Python
+        return True
 
 
 def _user_code_error(source: str, doing: str, error: BaseException) -> JobError:
@@ -232,7 +240,8 @@ class UserDataset:
             )
 
     def _refuse(self, what: str) -> JobError:
-        return JobError(f"data.source {self._source}: the {type(self._inner).__name__} it returned {what}")
+        name = self._inner.name if isinstance(self._inner, MapStyle) else type(self._inner).__name__
+        return JobError(f"data.source {self._source}: the {name} it returned {what}")
 
 
 def image_patches(image: np.ndarray, model: Model) -> np.ndarray:
