@@ -51,8 +51,8 @@ ALWAYS = {
     "shape", "pretrained", "family", "module", "args", "loss", "batch_norm", "frozen", "vocab", "max_len", "lora",
     "classes", "heads", "kv_heads", "head_dim", "ffn", "rope_theta", "rope_dim",
 }  # fmt: skip
-"""Fields that any model may be given: refused with a reason of their own, or sizes, which configurations of other
-libraries name beside any model, and so that a job's family can be changed alone."""
+"""Fields that any model may be given: those refused elsewhere, and sizes, which configurations of other libraries name
+beside any model; a job's family can then be changed alone."""
 OF_INPUTS = {"dim", "patch", "image", "channels"}
 """Fields that describe the inputs of your own module."""
 _EXPERTS = "model.experts needs a decoder, and {} is not one; family=llama or gpt2 would work"

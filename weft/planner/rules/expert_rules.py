@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.planner.rules.arithmetic import divisors, either
-from weft.planner.rules.memory_rules import whole_blocks
+from weft.planner.rules.memory_rules import parts_setting, whole_blocks
 
 
 def experts_rule(job: Job, plan: Plan) -> str | None:
@@ -19,8 +19,10 @@ def experts_rule(job: Job, plan: Plan) -> str | None:
             )
         return None
     if plan.long:
-        setting = f"memory.offload={plan.offload}" if plan.offloads_activations else f"memory.chunk={plan.chunk}"
-        return f"{setting} processes a block in parts, and model.experts balances whole sequences; {whole_blocks(plan)}"
+        return (
+            f"{parts_setting(plan)} processes a block in parts, and model.experts balances whole sequences; "
+            f"{whole_blocks(plan)}"
+        )
     layers = job.model.layers or 0
     if experts.first_dense >= layers:
         return (

@@ -13,6 +13,11 @@ IN_PARTS = {"activations": "memory.offload=none", "all": "memory.offload=states"
 """What leaves out the offload of activations."""
 
 
+def parts_setting(plan: Plan) -> str:
+    """The setting by which blocks are processed in parts."""
+    return f"memory.offload={plan.offload}" if plan.offloads_activations else f"memory.chunk={plan.chunk}"
+
+
 def whole_blocks(plan: Plan) -> str:
     """What would work instead of processing blocks in parts."""
     return f"{IN_PARTS.get(plan.offload, 'memory.chunk=0')} with memory.recompute=full would work"
@@ -22,7 +27,7 @@ def offload_rule(job: Job, plan: Plan) -> str | None:
     """Activation offload and chunks need a transformer and an undivided backward pass."""
     if not plan.long:
         return None
-    setting = f"memory.offload={plan.offload}" if plan.offloads_activations else f"memory.chunk={plan.chunk}"
+    setting = parts_setting(plan)
     if job.model.is_encoder_decoder:
         return (
             f"{setting} works on blocks of one sequence, and model.family={job.model.family} has two; "
