@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import weft
-from weft.job.resilience import Resilience
 from weft.job.run_folder import RunDir
 from weft.planner.make_plan import make_plan
 from weft.supervisor.rank_inspection import FaultReport
@@ -17,9 +16,9 @@ from weft.watch.journal import read_jsonl
 def test_late_report_names_the_resumed_step(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.logs.mkdir(parents=True)
-    _, plan = make_plan(weft.load_job("tiny", ["cluster.device=cpu", "cluster.devices_per_node=2"]))
+    job, plan = make_plan(weft.load_job("tiny", ["cluster.device=cpu", "cluster.devices_per_node=2"]))
     board = StatusBoard(tmp_path / "board", slots=2)
-    supervisor = Supervisor(run, tmp_path, board, Resilience(), plan)
+    supervisor = Supervisor(run, tmp_path, board, job, plan)
     supervisor.first()
     supervisor.committed, supervisor.open = 7, [FaultReport("exit", 1, "killed", 7)]
     supervisor.begin({0: 0, 1: 1})

@@ -86,7 +86,7 @@ def start_node(
         lines: list[str] = []
         with following(run, job, log) if place.node == 0 else nullcontext():
             kept = keep_lines(log, lines)
-            code = run_supervised(run, slots, job.resilience.spares, lock, kept, supervisor, str(place.node))
+            code = run_supervised(run, job, plan, slots, lock, kept, supervisor, str(place.node))
             if place.node == 0:
                 record_failure(run, code, lines)
     if code == KILLED_BY_USER:

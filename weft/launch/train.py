@@ -121,7 +121,7 @@ def start_processes(
         prepare_rendezvous(run, job)
         return launch_server_run(run, job.train.sync.servers, plan.world, lock, log)
     if resilient is not False:
-        return run_supervised(run, plan.world, job.resilience.spares, lock, log)
+        return run_supervised(run, job, plan, plan.world, lock, log)
     return launch(run, plan.world, lock, log)
 
 

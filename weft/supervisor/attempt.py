@@ -7,6 +7,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from weft.job.load import dump_yaml, load_job
+from weft.job.run_folder import RunDir
+from weft.job.schema import Job
+from weft.planner.plan import Plan
 from weft.supervisor.memory_folder import write_file
 
 
@@ -35,9 +39,28 @@ class Attempt:
     """Attempts in a row before this one that ended by a timeout without a new committed step."""
     plan: dict[str, Any] = field(default_factory=dict)
     """The plan of this attempt, as JSON."""
+    job: dict[str, Any] = field(default_factory=dict)
+    """Its job, as JSON: on several nodes the leader's, whatever each node was started with."""
 
     def rank_of(self, slot: int) -> int | None:
         return next((rank for rank, s in self.ranks.items() if s == slot), None)
+
+
+def write_start(folder: Path, job: Job, plan: Plan) -> None:
+    """Write what this machine was started with. The run's own files may still be those of an earlier start: the first
+    of several nodes writes them."""
+    write_file(RunDir(folder).job, dump_yaml(job))
+    write_file(RunDir(folder).plan, plan.dumps())
+
+
+def started_job(folder: Path) -> Job:
+    """The job that this machine was started with."""
+    return load_job(str(RunDir(folder).job))
+
+
+def started_plan(folder: Path) -> Plan:
+    """The plan that this machine was started with."""
+    return Plan.from_json(json.loads(RunDir(folder).plan.read_text(encoding="utf-8")))
 
 
 def path_of(folder: Path, number: int) -> Path:

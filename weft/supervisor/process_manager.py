@@ -18,6 +18,9 @@ from pathlib import Path
 from weft.hardware.network import use_loopback
 from weft.job.errors import Exit, MachineError
 from weft.job.run_folder import RunDir
+from weft.job.schema import Job
+from weft.planner.plan import Plan
+from weft.supervisor.attempt import write_start
 from weft.supervisor.failure_report import remove_failures, write_failure
 from weft.supervisor.fork_server import ForkedProcess, ForkServer, as_subreaper
 from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER, rank_module
@@ -41,23 +44,25 @@ FIRST_STEP_GRACE_S = 5.0
 
 def run_supervised(
     run: RunDir,
-    world: int,
-    spares: int,
+    job: Job,
+    plan: Plan,
+    slots: int,
     lock: RunLock,
     log: Callable[[str], None],
     supervisor: tuple[str, ...] = SUPERVISOR,
     node: str = "",
 ) -> int:
-    """Train the run in this folder under a supervisor. Returns the exit code."""
+    """Train the run in this folder under a supervisor, with so many ranks here. Returns the exit code."""
     remove_failures(run)
     run.logs.mkdir(parents=True, exist_ok=True)
     with memory_folder(log) as folder:
         try:
-            board = StatusBoard(folder / "board", slots=world + spares)
+            board = StatusBoard(folder / "board", slots=slots + job.resilience.spares)
             board["manager"] = os.getpid()
+            write_start(folder, job, plan)
             _write_pointer(run, folder, node)
             with as_subreaper() as can_fork:
-                code = ProcessManager(run, world, folder, board, lock, supervisor, can_fork).keep(log)
+                code = ProcessManager(run, slots, folder, board, lock, supervisor, can_fork).keep(log)
             for line in _read_final_lines(folder) if code != KILLED_BY_USER else ():
                 log(line)
             return code

@@ -12,12 +12,10 @@ import sys
 import time
 from pathlib import Path
 
-from weft.job.load import load_job
-from weft.job.resilience import Resilience
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
-from weft.supervisor.attempt import Attempt, read_attempt, write_attempt
+from weft.supervisor.attempt import Attempt, read_attempt, started_job, started_plan, write_attempt
 from weft.supervisor.failure_report import explain_failure, read_failure, remove_failures
 from weft.supervisor.hang_cause import FaultReport
 from weft.supervisor.hang_detection import HangDetector, first_steps_timeout_s
@@ -57,10 +55,11 @@ class Supervisor:
 
     idle_poll_s = IDLE_POLL_S
 
-    def __init__(self, run: RunDir, folder: Path, board: StatusBoard, settings: Resilience, plan: Plan):
-        self.run, self.folder, self.board, self.settings, self.plan = run, folder, board, settings, plan
+    def __init__(self, run: RunDir, folder: Path, board: StatusBoard, job: Job, plan: Plan):
+        self.run, self.folder, self.board, self.job, self.plan = run, folder, board, job, plan
+        self.settings = job.resilience
         self.journal = Journal(run)
-        self.hangs = HangDetector(settings.patience_s, first_steps_timeout_s(plan))
+        self.hangs = HangDetector(self.settings.patience_s, first_steps_timeout_s(plan))
         self.attempt = Attempt(0, plan.world, {}, {}, "", time.time())
         self.open: list[FaultReport] = []
         """Faults of the attempt that is over, until the next one is published."""
@@ -269,7 +268,7 @@ class Supervisor:
         self._take_smaller_plan()
         self.attempt = Attempt(
             number, self.plan.world, ranks, deaths, store, self.attempt.began, recovered, faults, environment or {},
-            idle, self.plan.to_json(),
+            idle, self.plan.to_json(), self.job.model_dump(mode="json"),
         )  # fmt: skip
         write_attempt(self.folder, self.attempt)
         self.board["attempt"] = number
@@ -366,12 +365,12 @@ def set_up_process() -> tuple[RunDir, Path, Job, Plan]:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     run, folder = RunDir(Path(sys.argv[1])), Path(sys.argv[2])
-    return run, folder, load_job(str(run.job)), Plan.from_json(json.loads(run.plan.read_text(encoding="utf-8")))
+    return run, folder, started_job(folder), started_plan(folder)
 
 
 def main() -> int:
     run, folder, job, plan = set_up_process()
-    Supervisor(run, folder, StatusBoard(folder / "board"), job.resilience, plan).watch()
+    Supervisor(run, folder, StatusBoard(folder / "board"), job, plan).watch()
     return 0
 
 

@@ -16,12 +16,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
+from weft.job import parse_job
 from weft.job.errors import Exit, WeftError
-from weft.job.load import load_job
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
-from weft.supervisor.attempt import Attempt, read_attempt
+from weft.supervisor.attempt import Attempt, read_attempt, started_job, started_plan
 from weft.supervisor.failure_report import write_failure
 from weft.supervisor.fork_server import NoFirstFork, serve
 from weft.supervisor.hang_cause import STACK_SIGNAL
@@ -71,13 +71,13 @@ class SupervisedRank:
 
     def work(self) -> int:
         """Join attempts until one ends the run. Returns the exit code."""
-        job, plan = load_job(str(self.run.job)), read_plan(self.run)
+        given, plan = started_job(self.folder), started_plan(self.folder)
         set_up_process(self.run, plan)
         self.compiles = plan.compile
         with contextlib.suppress(Exception):  # opened again in an attempt, where errors are reported
             from weft.data.open_dataset import open_dataset
 
-            self.dataset = open_dataset(job)
+            self.dataset = open_dataset(given)
         from weft.comm.teardown import freeze_imports, freeze_more, leave
         from weft.mesh import open_device
 
@@ -88,6 +88,8 @@ class SupervisedRank:
             self.heartbeat.now(phase, 0)
             attempt = self._wait_for_attempt(number)
             number, phase = attempt.number, "waiting"
+            if (job := parse_job(attempt.job)) != given:
+                given, self.dataset = job, None
             code = self._join_attempt(attempt, job, Plan.from_json(attempt.plan))
             if code is not None:
                 return code
@@ -210,10 +212,6 @@ class SupervisedRank:
         return False
 
 
-def read_plan(run: RunDir) -> Plan:
-    return Plan.from_json(json.loads(run.plan.read_text(encoding="utf-8")))
-
-
 def explain_import(run: RunDir, error: BaseException) -> NoReturn:
     """End the fork server, which cannot import torch."""
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -232,7 +230,7 @@ def end_fork_server(run: RunDir, why: str) -> NoReturn:
 
 def main(hook: Hook | None = None) -> int:
     die_with_parent()
-    run = RunDir(Path(sys.argv[1]))
+    run, folder = RunDir(Path(sys.argv[1])), Path(os.environ["WEFT_MEMORY"])
     if "WEFT_FORK_SERVER" in os.environ:
         set_process_name("weft-forkserver")
         try:
@@ -242,7 +240,7 @@ def main(hook: Hook | None = None) -> int:
         from weft.comm.teardown import freeze_imports
         from weft.models.kernel_internals import hash_triton
 
-        if read_plan(run).device == "cuda":
+        if started_plan(folder).device == "cuda":
             hash_triton()
         freeze_imports()
         try:
@@ -254,7 +252,6 @@ def main(hook: Hook | None = None) -> int:
         die_with_parent()
     signals = Signals()
     set_process_name("weft-spare")
-    folder = Path(os.environ["WEFT_MEMORY"])
     stacks = (folder / f"stack-{os.getpid()}").open("w")
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     code = SupervisedRank(run, folder, int(os.environ["WEFT_SLOT"]), signals, hook).work()

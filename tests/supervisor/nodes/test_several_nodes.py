@@ -201,9 +201,47 @@ def _start_incomplete(folder: Path, node: int, count: int) -> subprocess.Popen[s
         folder, model={"shape": "tiny"}, data={"seq_len": 8}, train={"global_batch": 6, "steps": 2},
         resilience={"gather_s": 1e6},
     )  # fmt: skip
+    return _start_node(folder, node, count)
+
+
+def _start_node(folder: Path, node: int, count: int, *overrides: str) -> subprocess.Popen[str]:
+    """Start a node with one rank."""
     env = {**ENV, "NODE_RANK": str(node), "NNODES": str(count), "MASTER_ADDR": "127.0.0.1"}
-    command = [sys.executable, "-m", "weft", "train", "job.yaml", "--nproc", "1", "cluster.device=cpu"]
+    command = [sys.executable, "-m", "weft", "train", "job.yaml", "--nproc", "1", "cluster.device=cpu", *overrides]
     return Popen(command, env=env, cwd=folder, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("overrides", [[], ["optim.lr=0.1", "train.global_batch=6"]], ids=["same job", "another"])
+def test_all_nodes_train_the_job_of_the_first(tmp_path: Path, overrides: list[str]) -> None:
+    """A run is continued with other settings, and its second node reads the run's folder before the first has written
+    them there; or is itself started with others."""
+    sections: dict[str, Any] = {
+        "model": {"shape": "tiny"}, "data": {"source": "synthetic", "seq_len": 8}, "parallel": {"dp_replicate": 2},
+        "resilience": {"check_every": 1, "spares": 0},
+    }  # fmt: skip
+    run = run_of(tmp_path, "job")
+    for steps, lr in ((2, 1e-3), (5, 5e-3)):
+        train = {"global_batch": 4, "steps": steps, "eval_every": 0}
+        write_job(tmp_path, **sections, train=train, optim={"lr": lr, "schedule": "constant", "warmup": 0})
+        nodes = [_start_node(tmp_path, 1, 2, *overrides)]
+        until(lambda: _ranks_wait(run) or nodes[0].poll() is not None)  # noqa: B023
+        nodes.append(_start_node(tmp_path, 0, 2))
+        said = [node.communicate(timeout=DEADLINE_S)[1] for node in nodes]
+        assert [node.returncode for node in nodes] == [Exit.DONE] * 2, said
+    assert {line["lr"] for line in read_jsonl(run.metrics) if line["step"] > 2} == {5e-3}
+    assert [event for event in read_jsonl(run.events) if event["event"] == "fault"] == []
+    assert {line["tokens"] for line in read_jsonl(run.metrics) if line["step"] == 5} == {5 * 4 * 8}
+
+
+def _ranks_wait(run: RunDir) -> bool:
+    """Whether the process of node 1's rank has read its job."""
+    if not (pointer := pointer_path(run, "1")).exists():
+        return False
+    board = StatusBoard(Path(json.loads(pointer.read_text(encoding="utf-8"))["folder"]) / "board")
+    try:
+        return board.record(0).phase == "spare"
+    finally:
+        board.close()
 
 
 RECORD = """

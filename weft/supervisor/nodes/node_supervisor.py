@@ -15,6 +15,7 @@ from weft.checkpoint.snapshot_replication import ReplicaSender, ReplicaStore, Re
 from weft.hardware.network import GLOO, NCCL, interfaces
 from weft.job.compression import parse_compression
 from weft.job.errors import Exit, MachineError, WeftError
+from weft.job.load import dump_yaml, parse_job
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
@@ -47,10 +48,10 @@ class NodeSupervisor(Supervisor):
     def __init__(
         self, run: RunDir, folder: Path, board: StatusBoard, job: Job, plan: Plan, place: NodeAddress, slots: int
     ):
-        super().__init__(run, folder, board, job.resilience, plan)
+        super().__init__(run, folder, board, job, plan)
         self.copying, self.own_only = True, False
         """Whether nodes hold replicas of one another's snapshots, and only of what no other rank holds."""
-        self.job, self.place, self.slots = job, place, slots
+        self.place, self.slots = place, slots
         self.free: list[int] | None = None
         """Slots that wait for the next attempt; None while an attempt runs."""
         self.failed: WeftError | None = None
@@ -253,6 +254,7 @@ class NodeSupervisor(Supervisor):
         given = {
             "incarnations": incarnations(reports, nodes),
             "plan": plan.to_json(),
+            "job": self.job.model_dump(mode="json"),
             "lost": sorted(lost),
             "joined": sorted(joined),
             "idle": idle,
@@ -277,13 +279,14 @@ class NodeSupervisor(Supervisor):
         assert assignment is not None and self.free is not None
         if (ranks := self.slots_for(range(assignment.first, assignment.first + assignment.ranks))) is None:
             return
-        self.plan = Plan.from_json(decision.given["plan"])
+        self.plan, self.job = Plan.from_json(decision.given["plan"]), parse_job(decision.given["job"])
         nodes = [range(s.first, s.first + s.ranks) for s in decision.assignments]
         self.own_only = survives_node_loss(self.plan, nodes)
         self.copying = not self.own_only or parse_compression(self.plan.compression).entry.residual > 0
         if leads:
             self.store_server.open(decision.number)
-            _write_plan(self.run, self.plan)
+            _write(self.run.plan, self.plan.dumps())
+            _write(self.run.job, dump_yaml(self.job))
             self.log_node_changes(decision)
         self.forget_old_snapshots()
         host, port = decision.given["store"]
@@ -360,10 +363,10 @@ class NodeSupervisor(Supervisor):
         return super().end(code, lines)
 
 
-def _write_plan(run: RunDir, plan: Plan) -> None:
-    temporary = run.plan.with_suffix(f".{secrets.token_hex(4)}")
-    temporary.write_text(plan.dumps(), encoding="utf-8")
-    temporary.replace(run.plan)
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_suffix(f".{secrets.token_hex(4)}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 def main() -> int:
