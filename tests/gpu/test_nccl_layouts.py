@@ -54,6 +54,13 @@ def test_experts(shared_ranks: RankPool) -> None:
     check(shared_ranks, layouts, "fp32", EXPERTS)
 
 
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_compiled_experts_with_recompute(shared_ranks: RankPool, recompute: str) -> None:
+    train, memory = {**JOB["train"], "compile": True}, {"recompute": recompute}
+    layouts = ["dp_shard=4 ep=4", "dp_shard=2 tp2 ep=2", "pp2 dp_shard=2 ep=2"]
+    check(shared_ranks, layouts, "bf16", {**EXPERTS, "layers": 2}, train=train, memory=memory)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_windows_and_sinks(shared_ranks: RankPool, precision: str) -> None:
     """Chunks of keys that no window reaches are not sent."""

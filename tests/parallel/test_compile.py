@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,9 +12,8 @@ from weft.job import parse_job
 from weft.job.schema import Job
 from weft.mesh import connect
 from weft.models.build_model import build_model, loss_sum
-from weft.parallel.apply import compile_parts, parallelize
-from weft.parallel.expert.expert_parallel import compile_around
-from weft.parallel.units import find_units, members
+from weft.parallel import compiled_units
+from weft.parallel.apply import parallelize
 from weft.planner import make_plan
 
 BATCH = {
@@ -23,6 +24,9 @@ BATCH = {
 }
 
 
+EXPERTS = {"experts": {"count": 4, "ffn": 16, "shared": 1}}
+
+
 def job_of(**sections: object) -> Job:
     model = {"family": "llama", "dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 61}
     base = {"data": {"source": "synthetic", "seq_len": 16}, "cluster": {"device": "cpu", "devices_per_node": 1}}
@@ -31,11 +35,7 @@ def job_of(**sections: object) -> Job:
 
 def gradients(job: Job, compiled: bool) -> tuple[float, dict[str, Tensor]]:
     job, plan = make_plan(job)
-    spread_model = parallelize(build_model(job.model), connect(plan), plan)
-    if compiled:
-        for name, unit in find_units(spread_model.module).items():
-            compile_around(members(spread_model.module, name, skip=()), backend="aot_eager")
-            compile_parts(unit, ("forward",), backend="aot_eager")
+    spread_model = parallelize(build_model(job.model), connect(plan), replace(plan, compile=compiled))
     total = spread_model.backward([BATCH], lambda m, b, hidden=None: loss_sum(m, b, job.model), 1.0)
     return float(total), {n: x.grad.clone() for n, x in spread_model.grad_params.items()}
 
@@ -44,11 +44,14 @@ def gradients(job: Job, compiled: bool) -> tuple[float, dict[str, Tensor]]:
     ({"model": {"dropout": 0.2}}, 1),
     ({"memory": {"recompute": "full"}}, 1),
     ({"memory": {"recompute": "selective"}, "model": {"qk_norm": True}}, 1),
-    ({"model": {"experts": {"count": 4, "ffn": 16, "shared": 1}}}, 3),  # before the sorting, the gate, and after
-], ids=["dropout", "full recompute", "selective recompute", "experts"])  # fmt: skip
+    ({"model": EXPERTS}, 3),  # before the sorting, the gate, and after
+    ({"model": EXPERTS, "memory": {"recompute": "full"}}, 3),
+    ({"model": EXPERTS, "memory": {"recompute": "selective"}}, 3),
+], ids=["dropout", "full", "selective", "experts", "experts, full", "experts, selective"])  # fmt: skip
 def test_compiled_blocks_share_their_graphs_and_give_the_same_gradients(
-    sections: dict[str, object], graphs: int
+    sections: dict[str, object], graphs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(compiled_units, "BACKEND", "aot_eager")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     job = job_of(**sections)

@@ -39,7 +39,7 @@ from weft.models.build_model import build_model
 from weft.models.loss import linear_cross_entropy
 from weft.models.rope import frequencies, rotation
 from weft.optim.build_optimizers import build_optimizers
-from weft.parallel.apply import compile_parts
+from weft.parallel.compiled_units import compile_parts
 from weft.parallel.units import find_units
 from weft.planner.plan import Plan
 from weft.precision import COMPUTE_DTYPES, choose_cpu_kernels

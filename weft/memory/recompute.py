@@ -57,14 +57,15 @@ def recompute_all(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpo
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def recompute(block: nn.Module, option: str = "full", functions: bool = False) -> None:
+def recompute(block: nn.Module, option: str = "full", functions: bool = False, part: str = "forward") -> None:
     """Make a block recompute its activations: all (full: Chen et al. 2016), or all but the most expensive (selective).
+    Or those of one of its methods, `part`.
 
     Names and parameters do not change. The random state is restored for users' modules; Weft's dropout needs none.
     `functions`: the block has autograd functions. torch.compile before torch 2.12 saves what operators inside them make
     (pytorch#177396), unless a policy names what is recomputed.
     """
-    forward = block.forward
+    forward = getattr(block, part)
     context: dict[str, Any] = {}
     if option == "selective":
         context["context_fn"] = partial(selective_contexts, selective_policy)
@@ -78,4 +79,4 @@ def recompute(block: nn.Module, option: str = "full", functions: bool = False) -
         how = compiled if torch.compiler.is_compiling() else context
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **how, **kwargs)
 
-    block.forward = again
+    setattr(block, part, again)

@@ -50,16 +50,20 @@ class Block(nn.Module):
         self.mlp_drop = Dropout(m.dropout or 0.0, site=2)
 
     def forward(self, x: Tensor, info: TokenInfo, attended: Tensor | None = None) -> Tensor:
-        # one function: where experts interrupt a compiled block, each nested call would be another graph
         for adapter in self.adapters:
             adapter.tokens = info
+        y, normed = self.attend(x, info, attended)
+        fed = self.mlp(normed, info)
+        z = y + self.mlp_drop(_optional(self.mlp_out_norm, fed), info.keys, info.rows)
+        return _optional(self.mlp_sum_norm, z)
+
+    def attend(self, x: Tensor, info: TokenInfo, attended: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The residual stream after attention, and the input of the feed-forward part."""
         if attended is None:
             attended = self.attn(_optional(self.attn_norm, x), info)
         y = x + self.attn_drop(_optional(self.attn_out_norm, attended), info.keys, info.rows)
         y = _optional(self.attn_sum_norm, y)
-        fed = self.mlp(_optional(self.mlp_norm, x if self.parallel else y), info)
-        z = y + self.mlp_drop(_optional(self.mlp_out_norm, fed), info.keys, info.rows)
-        return _optional(self.mlp_sum_norm, z)
+        return y, _optional(self.mlp_norm, x if self.parallel else y)
 
     def before(self, x: Tensor, info: TokenInfo) -> tuple[Tensor, Tensor, Tensor]:
         """The token-wise part before the attention core; after() is the part that follows it."""

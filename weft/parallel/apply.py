@@ -16,13 +16,13 @@ from weft.comm.background import BackgroundWorker
 from weft.comm.shards import sharded_axes
 from weft.job.compression import parse_compression
 from weft.job.errors import JobError
-from weft.memory import Fp8Codec, Fp8HostOffload, HostOffload, recompute, recomputed_units, run_in_chunks, save_as_fp8
+from weft.memory import Fp8Codec, Fp8HostOffload, HostOffload, recomputed_units, run_in_chunks, save_as_fp8
 from weft.memory.split_master import split_parameters
 from weft.memory.weight_stream import WeightStream, streamed_units
 from weft.mesh import TOWER_AXES, Mesh, ranks_of_a_node
 from weft.models.encoder_decoder import EncoderDecoder
-from weft.models.kernel_internals import allow_variants
 from weft.models.vision.batch_norm import connect_batch_norms
+from weft.parallel.compiled_units import compile_parts, recompute_and_compile
 from weft.parallel.context.context_attention import Context
 from weft.parallel.context.sequence_split import SequenceSplit
 from weft.parallel.context.whole_keys import WholeKeys
@@ -32,7 +32,6 @@ from weft.parallel.data.delayed_sums import DelayedSums
 from weft.parallel.data.fsdp_collectives import meter_collectives
 from weft.parallel.expert.expert_load import ExpertLoad
 from weft.parallel.expert.expert_parallel import (
-    compile_around,
     expert_gradient_sum,
     keep_local_experts,
     mark_as_sharded,
@@ -180,11 +179,7 @@ def spread_stage(
                 compile_parts(unit, ("before", "after"))
             run_in_chunks(unit, context, plan.chunk, plan.tp if plan.sequence else 1, offload)
         elif prefix:
-            if prefix in recomputed:
-                recompute(unit, recomputed[prefix], functions=fp8 is not None)
-            if plan.compile and not together:
-                compile_around(modules)
-                compile_parts(unit, ("forward",))
+            recompute_and_compile(unit, recomputed.get(prefix), plan.compile and not together, fp8 is not None)
             if codec is not None:
                 save_as_fp8(unit, codec)
         elif plan.compile:
@@ -269,17 +264,6 @@ def compressor_of(
         setting, axis, across, worker, mesh.device, seed=seed, names=names, warmup=plan.compression_warmup,
         allreduce=plan.allreduce, per_node=ranks_of_a_node(plan),
     )  # fmt: skip
-
-
-MAX_VARIANTS = 64
-"""Shapes and modes for which torch.compile makes code of its own, before it stops to compile a function."""
-
-
-def compile_parts(unit: nn.Module, parts: tuple[str, ...], backend: str = "inductor") -> None:
-    """Compile these methods of a unit, without its hooks. Units of one class share the compiled code."""
-    allow_variants(MAX_VARIANTS)
-    for part in parts:
-        setattr(unit, part, torch.compile(getattr(unit, part), dynamic=False, backend=backend))
 
 
 def _can_cut_sequence(model: nn.Module) -> bool:

@@ -33,7 +33,6 @@ from weft.models.experts.mixture_of_experts import (
     ExpertMatrices,
     MixtureOfExperts,
 )
-from weft.models.feedforward import gated
 from weft.parallel.data.data_parallel import shard
 from weft.parallel.expert.overlap import Halves
 from weft.parallel.expert.permutation import by_expert, sorted_by, swapped
@@ -267,11 +266,3 @@ def expert_gradient_sum(model: nn.Module, mesh: Mesh) -> tuple[frozenset[str], S
     names = frozenset(f"{n}.{key}" for n, m in stacked for key, _ in m.named_parameters())
     axis = mesh.axis("expert_replicate")
     return names, axis.start_all_reduce if axis is not None else None
-
-
-def compile_around(modules: list[tuple[str, nn.Module]], backend: str = "inductor") -> None:
-    """Exclude dispatch from compilation: the number of rows changes in every step."""
-    for _, module in modules:
-        if isinstance(module, MixtureOfExperts):
-            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
-            module.experts.join = torch.compile(gated, dynamic=True, backend=backend)
