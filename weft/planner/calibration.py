@@ -54,7 +54,7 @@ class Calibration:
     host_routing_us: float = 0.0
     """What routing adds, however many experts there are."""
     host_selective_us: float = 0.0
-    """What selective recompute of a block with experts adds in both passes: it runs outside compiled graphs."""
+    """What selective recompute of experts adds to a block in both passes: they run one operation at a time."""
     host_fp8: float = 1.0
     """The same where the block multiplies in fp8, over bf16: casts and scales."""
     host_adapters: float = 1.0
