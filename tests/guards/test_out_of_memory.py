@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from helpers.command import ids_by_step, losses, run_of, weft, write_job
+from helpers.command import DEADLINE_S, ENV, ids_by_step, losses, run_of, weft, write_job
+from helpers.forked_python import Popen
 
 from weft.watch.journal import read_jsonl
 
 STEPS = 6
+JOB: dict[str, Any] = {
+    "data": {"seq_len": 8, "record_ids": True, "source": "pydoc"},
+    "train": {"steps": STEPS, "global_batch": 8, "microbatch": 4, "eval_every": 0}, "optim": {"lr": 1e-3},
+    "cluster": {"device": "cpu"}, "checkpoint": {"every": 0},
+}  # fmt: skip
 
 
 def test_out_of_memory_loses_no_step(tmp_path: Path) -> None:
-    write_job(
-        tmp_path,
-        data={"seq_len": 8, "record_ids": True, "source": "pydoc"},
-        train={"steps": STEPS, "global_batch": 8, "microbatch": 4, "eval_every": 0},
-        optim={"lr": 1e-3},
-        cluster={"device": "cpu"},
-        checkpoint={"every": 0},
-    )
+    write_job(tmp_path, **JOB)
     spread = {"one": "parallel={dp_shard: 1}", "two": "parallel={dp_replicate: 2, dp_shard: 1}"}
     output = {}
     for name, model, layout in (("calm", "Plain", "one"), ("alone", "Hungry", "one"), ("both", "Hungry", "two")):
@@ -47,3 +50,24 @@ def test_out_of_memory_loses_no_step(tmp_path: Path) -> None:
             assert values[-1] == pytest.approx(output["calm"][step][-1], rel=1e-5)
     read = ids_by_step(run_of(tmp_path, "alone"))
     assert all(set(ids) == set(range(8 * (step - 1), 8 * step)) for step, ids in read.items())
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_all_nodes_take_smaller_microbatches(tmp_path: Path, shared: bool) -> None:
+    """Node 1 runs out of memory; each node has the run's folder, or its own beside a common store of checkpoints."""
+    folders = [tmp_path if shared else tmp_path / f"node-{node}" for node in range(2)]
+    store = {} if shared else {"to": str(tmp_path / "store")}
+    sections = JOB | {"parallel": {"dp_shard": 2}, "checkpoint": {"every": 0, **store}, "resilience": {"spares": 0}}
+    nodes: list[subprocess.Popen[str]] = []
+    for node, folder in enumerate(folders):
+        folder.mkdir(exist_ok=True)
+        write_job(folder, **sections, name="run")
+        env = {**ENV, "NODE_RANK": str(node), "NNODES": "2", "MASTER_ADDR": "127.0.0.1"}
+        command = [sys.executable, "-m", "weft", "train", "job.yaml", "--nproc", "1", "model=helpers.own_models:Hungry"]
+        nodes.append(Popen(command, env=env, cwd=folder, stderr=subprocess.PIPE, text=True))
+    said = [node.communicate(timeout=DEADLINE_S)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    starts = [e for e in read_jsonl(run_of(folders[0], "run").events) if e["event"] == "start"]
+    assert [e["attempt"] for e in starts] == [1, 2], said
+    for folder in folders:
+        assert json.loads(run_of(folder, "run").plan.read_text(encoding="utf-8"))["microbatch"] == 2

@@ -30,6 +30,13 @@ def smaller(plan: Plan) -> Plan | None:
     return replace(plan, microbatch=half, accumulation=share // half, reasons=(*plan.reasons, reason))
 
 
+def with_microbatch(plan: Plan, most: int) -> Plan:
+    """The plan in microbatches of at most that size; 0 for no limit."""
+    while 0 < most < plan.microbatch and (half := smaller(plan)) is not None:
+        plan = half
+    return plan
+
+
 PARTS = {"states_gib": "weights, gradients and optimizer", "gathered_gib": "communication",
          "activations_gib": "activations and logits"}  # fmt: skip
 """Labels of the plan's predicted memory parts."""

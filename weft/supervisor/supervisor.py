@@ -226,9 +226,10 @@ class Supervisor:
     def next(self, ranks: dict[int, int]) -> None:
         """All remaining ranks are back: start the next attempt with these slots."""
         self.grow_timeouts(idle := self.idle_attempts())
+        self.take_smaller_plan()
         self.begin(ranks, idle=idle)
 
-    def _take_smaller_plan(self) -> None:
+    def take_smaller_plan(self) -> None:
         """Use the plan that a rank wrote after it ran out of memory, if only its microbatch is smaller."""
         with contextlib.suppress(OSError, ValueError, TypeError):
             left = Plan.from_json(json.loads(self.run.plan.read_text(encoding="utf-8")))
@@ -265,7 +266,6 @@ class Supervisor:
                 self.board.put(slot, "want", 1)
         deaths = {slot: self.board.get(slot, "deaths") for slot in ranks.values()}
         store = str(self.folder / f"store-{number}")
-        self._take_smaller_plan()
         self.attempt = Attempt(
             number, self.plan.world, ranks, deaths, store, self.attempt.began, recovered, faults, environment or {},
             idle, self.plan.to_json(), self.job.model_dump(mode="json"),

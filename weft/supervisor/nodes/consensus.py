@@ -126,6 +126,8 @@ class Report:
     """Silence after which the sender may be considered lost in its attempt; 0 before its first."""
     timed_out: bool = False
     """It halted because of a timeout, not of a fault that it found."""
+    microbatch: int = 0
+    """Samples at once that its ranks had memory for in the attempt that they halted in."""
     sent: float = 0.0
     """The sender's clock at sending."""
     seen: Mapping[int, float] = field(default_factory=dict)
@@ -141,7 +143,8 @@ class Report:
             int(data["node"]), str(data["incarnation"]), int(data["attempt"]), str(data["state"]), str(data["why"]),
             None if code is None else int(code), int(data["slots"]), str(data["address"]), int(data["port"]),
             bool(data["pausing"]), int(data["copied"]), int(data["target"]), int(data["safe"]), float(data["lost_s"]),
-            bool(data["timed_out"]), float(data["sent"]), {int(n): float(clock) for n, clock in data["seen"].items()},
+            bool(data["timed_out"]), int(data["microbatch"]), float(data["sent"]),
+            {int(n): float(clock) for n, clock in data["seen"].items()},
         )  # fmt: skip
 
 
@@ -209,7 +212,7 @@ class Consensus:
         self.decision, self.newest = decision, decision.number
         self.lost_s = float(decision.given.get("lost_s", self.job_lost_s))
         self.own = replace(self.own, attempt=decision.number, state=RUNNING, why="", code=None, pausing=False)
-        self.own = replace(self.own, copied=0, target=0, safe=0, lost_s=self.lost_s, timed_out=False)
+        self.own = replace(self.own, copied=0, target=0, safe=0, lost_s=self.lost_s, timed_out=False, microbatch=0)
         self.acknowledged.clear()
         self._trouble_since = None
         # all nodes get lost_s to enter the new attempt

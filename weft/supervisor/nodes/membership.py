@@ -132,9 +132,9 @@ class Membership:
                 return []
             return [n for n in range(self.place.count) if not self.consensus.sees(n, now)]
 
-    def halt(self, why: str = "", timed_out: bool = False) -> None:
+    def halt(self, why: str = "", timed_out: bool = False, microbatch: int = 0) -> None:
         """Report that this node's ranks have stopped."""
-        self._update(state=HALTED, why=why, timed_out=timed_out)
+        self._update(state=HALTED, microbatch=microbatch, why=why, timed_out=timed_out)
 
     def reduce_lost_s(self, attempt: int, write_lease: Callable[[float], None]) -> None:
         """Use the job's heartbeat timeout again for the rest of this attempt."""

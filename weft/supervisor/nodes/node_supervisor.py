@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from weft.checkpoint.snapshot_replication import ReplicaSender, ReplicaStore, ReplicationRequest, survives_node_loss
+from weft.guards.out_of_memory import with_microbatch
 from weft.hardware.network import GLOO, NCCL, interfaces
 from weft.job.compression import parse_compression
 from weft.job.errors import Exit, MachineError, WeftError
@@ -164,9 +165,11 @@ class NodeSupervisor(Supervisor):
     def next(self, back: dict[int, int]) -> None:
         """The ranks of this node have stopped: agree on the next attempt with the other nodes."""
         self.free = sorted(back.values())
+        self.take_smaller_plan()
         fault = self.open[0]
         subject = "" if fault.rank is None else f"rank {fault.rank} "
-        self.nodes.halt("" if fault.kind == "elsewhere" else f"{subject}{fault.why}", self.timed_out())
+        why = "" if fault.kind == "elsewhere" else f"{subject}{fault.why}"
+        self.nodes.halt(why, self.timed_out(), self.plan.microbatch)
 
     def timed_out(self) -> bool:
         return super().timed_out() or any(f.kind == "elsewhere" and f.why.endswith(SILENT) for f in self.open)
@@ -182,7 +185,7 @@ class NodeSupervisor(Supervisor):
             if self.nodes.lease_until() > now:  # all nodes have entered
                 self.enter(decision)
             elif self.nodes.consensus.own.state == RUNNING and self.nodes.trouble():  # one was lost before it could
-                self.nodes.halt(timed_out=True)
+                self.nodes.halt(timed_out=True, microbatch=self.plan.microbatch)
             return None
         if decision is None and (code := self.nodes.ended()) is not None:
             return self.end(code, ["the other nodes have ended the run"])
@@ -236,6 +239,9 @@ class NodeSupervisor(Supervisor):
         try:
             same = before is not None and before.nodes == set(nodes) and before.world == self.plan.world
             plan = self.plan if same else replan(self.job, sum(slots.values()), len(nodes))[1]
+            plan = with_microbatch(
+                plan, min([reports[n].microbatch for n in nodes if reports[n].microbatch], default=0)
+            )
         except WeftError as error:
             self.failed = error
             return None
