@@ -233,6 +233,26 @@ def test_all_nodes_train_the_job_of_the_first(tmp_path: Path, overrides: list[st
     assert {line["tokens"] for line in read_jsonl(run.metrics) if line["step"] == 5} == {5 * 4 * 8}
 
 
+@pytest.mark.parametrize(("words", "differ"), [
+    (1500, "rank 0 has 44 samples to train on and 5 held out, rank 1 33 samples to train on and 4 held out"),
+    (2000, "ranks 0 and 1 have other contents in as many samples"),
+], ids=["shorter", "other"])  # fmt: skip
+def test_nodes_with_other_data_are_refused(tmp_path: Path, words: int, differ: str) -> None:
+    nodes = []
+    for node, text in enumerate((" ".join(["warp"] * 2000), " ".join(["weft"] * words))):
+        folder = tmp_path / str(node)
+        folder.mkdir()
+        (folder / "text.txt").write_text(text, encoding="utf-8")
+        write_job(
+            folder, model={"shape": "tiny"}, data={"source": "text.txt", "format": "text", "seq_len": 200}, name="run",
+            train={"global_batch": 4, "steps": 2, "eval_every": 0}, checkpoint={"to": str(tmp_path / "store")},
+        )  # fmt: skip
+        nodes.append(_start_node(folder, node, 2))
+    said = [node.communicate(timeout=DEADLINE_S)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [Exit.JOB] * 2, said
+    assert f"data.source text.txt is not the same on all ranks: {differ}; copy one to all nodes" in said[0]
+
+
 def _ranks_wait(run: RunDir) -> bool:
     """Whether the process of node 1's rank has read its job."""
     if not (pointer := pointer_path(run, "1")).exists():
