@@ -102,8 +102,8 @@ def test_nodes_agree_lose_and_readmit_a_node(tmp_path: Path) -> None:
     until(members[2].nodes.pausing)
     members[1].nodes.halt("node 0 is back")
     until(lambda: all(m.attempt == 4 for m in members))
-    members[0].nodes.end(6)
-    until(lambda: members[2].nodes.remote_exit_code() == 6)
+    members[0].nodes.end(6, ["weft: why"])
+    until(lambda: (end := members[2].nodes.remote_end()) is not None and (end.code, end.lines) == (6, ("weft: why",)))
     assert all(len(m.notes) == len(set(m.notes)) for m in members)
     for member in members:
         member.die()
@@ -126,7 +126,7 @@ def test_nodes_without_a_shared_folder_meet_in_a_store(tmp_path: Path, monkeypat
     members[1].nodes.halt("node 0 is back")
     until(lambda: all(m.attempt == 3 for m in members))
     members[0].nodes.end(75)
-    until(lambda: members[1].nodes.remote_exit_code() == 75 and members[1].nodes.ended() == 75)
+    until(lambda: (end := members[1].nodes.remote_end()) is not None and end.code == members[1].nodes.ended() == 75)
     for member in members:
         member.die()
     assert store.names() == [".secret", *(f"attempts/00000{n}.json" for n in (1, 2, 3)), "nodes/ended"]

@@ -233,6 +233,19 @@ def test_all_nodes_train_the_job_of_the_first(tmp_path: Path, overrides: list[st
     assert {line["tokens"] for line in read_jsonl(run.metrics) if line["step"] == 5} == {5 * 4 * 8}
 
 
+def test_first_node_says_why_a_rank_of_another_failed(tmp_path: Path) -> None:
+    write_job(
+        tmp_path, model={"module": "helpers.own_models:RaisesOnRankOne"}, data={"seq_len": 8},
+        train={"global_batch": 4, "steps": 9, "eval_every": 0}, resilience={"spares": 0},
+    )  # fmt: skip
+    nodes = [_start_node(tmp_path, node, 2) for node in range(2)]
+    said = [node.communicate(timeout=DEADLINE_S)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [1, 1], said
+    for output, prefix in zip(said, ("node 1: ", ""), strict=True):
+        assert f"{prefix}rank 1 (dp_" in output
+        assert "ValueError: the third step is too much for me" in output
+
+
 @pytest.mark.parametrize(("words", "differ"), [
     (1500, "rank 0 has 44 samples to train on and 5 held out, rank 1 33 samples to train on and 4 held out"),
     (2000, "ranks 0 and 1 have other contents in as many samples"),

@@ -132,6 +132,8 @@ class Report:
     """The sender's clock at sending."""
     seen: Mapping[int, float] = field(default_factory=dict)
     """By node: the sender's clock in its newest report received here; its lease depends on it."""
+    lines: tuple[str, ...] = ()
+    """What it prints at the end."""
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "seen": dict(self.seen)}
@@ -144,7 +146,7 @@ class Report:
             None if code is None else int(code), int(data["slots"]), str(data["address"]), int(data["port"]),
             bool(data["pausing"]), int(data["copied"]), int(data["target"]), int(data["safe"]), float(data["lost_s"]),
             bool(data["timed_out"]), int(data["microbatch"]), float(data["sent"]),
-            {int(n): float(clock) for n, clock in data["seen"].items()},
+            {int(n): float(clock) for n, clock in data["seen"].items()}, lines=tuple(map(str, data["lines"])),
         )  # fmt: skip
 
 

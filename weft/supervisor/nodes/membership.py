@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from weft.job.run_folder import RunDir
@@ -89,8 +89,8 @@ class Membership:
         with self._changed:
             return self.consensus.trouble(time.monotonic())
 
-    def remote_exit_code(self) -> int | None:
-        """The exit code with which another node has ended this attempt, if any."""
+    def remote_end(self) -> Report | None:
+        """The report of another node that has ended this attempt, if any."""
         with self._changed:
             decision = self.consensus.decision
             if decision is None:
@@ -99,7 +99,7 @@ class Membership:
             meant = decision.incarnations  # a node may end before it enters the attempt
             return next(
                 (
-                    r.code for r in others
+                    r for r in others
                     if r.state == ENDED and (r.attempt == decision.number or meant.get(str(r.node)) == r.incarnation)
                 ),
                 None,
@@ -142,14 +142,14 @@ class Membership:
             if self.consensus.newest == attempt:
                 self.consensus.reduce_lost_s(write_lease)
 
-    def end(self, code: int) -> None:
-        """Report the end of the run on this node."""
+    def end(self, code: int, lines: Sequence[str] = ()) -> None:
+        """Report the end of the run on this node, and what it prints then."""
         with contextlib.suppress(OSError):
             if self.decision is not None:  # an excluded node does not decide the end of the run
                 self._registry.end(code, self.consensus.newest)
             elif self.consensus.gathering:
                 self._registry.leave_gathering(code)
-        self._update(state=ENDED, code=code)
+        self._update(state=ENDED, code=code, lines=tuple(lines))
 
     def ended(self) -> int | None:
         """The exit code that other nodes recorded in the run's folder."""

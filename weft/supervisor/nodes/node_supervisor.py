@@ -111,9 +111,12 @@ class NodeSupervisor(Supervisor):
         """Handle changes among the nodes; returns an exit code if the run has ended elsewhere."""
         if self.failed is not None:
             return self.end(int(self.failed.exit_code), [f"weft: {self.failed}"])
-        code = self.nodes.remote_exit_code()
+        ended = self.nodes.remote_end()
+        code = None if ended is None else ended.code
         if code is not None and (code not in CLEAN_EXITS or self.free is not None or not self.attempt.ranks):
-            return self.end(code, [])
+            decision = self.nodes.decision
+            leads = decision is not None and decision.leader == self.place.node  # one node says it, not hundreds
+            return self.end(code, _lines_of(ended) if leads and ended is not None else [])
         if self.nodes.pausing():
             self.board["pause"] = self.attempt.number
         if self.free is not None:
@@ -360,13 +363,19 @@ class NodeSupervisor(Supervisor):
     def end(self, code: int, lines: list[str]) -> int:
         """Report the end to the other nodes and wait briefly for their acknowledgement."""
         ended = time.monotonic()
-        self.nodes.end(code)
+        self.nodes.end(code, lines)
         while not self.nodes.known(ended) and time.monotonic() < ended + END_NOTICE_S:
             time.sleep(POLL_S)
         self.sender.close()
         self.closed = True
         self.nodes.close()
         return super().end(code, lines)
+
+
+def _lines_of(ended: Report) -> list[str]:
+    """What another node printed at the end, which may in turn be what it heard of a third."""
+    prefix = f"node {ended.node}: "
+    return [s if s.startswith("node ") else prefix + s.removeprefix("weft: ") for s in ended.lines]
 
 
 def _write(path: Path, text: str) -> None:
