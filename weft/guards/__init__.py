@@ -1,1 +1,1 @@
-"""Checks of every training step: non-finite values, spikes, corruption, stragglers, out of memory."""
+"""Checks of the start and of every training step: non-finite values, spikes, corruption, stragglers, out of memory."""

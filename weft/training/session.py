@@ -21,7 +21,7 @@ from weft.data.loader import Batch, Loader, to_device, val_batches
 from weft.data.open_dataset import open_dataset
 from weft.data.sample_workers import auto_workers
 from weft.guards.guards import Guards
-from weft.job.errors import JobError
+from weft.guards.same_start import check_same_data, check_same_job
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.mesh import Mesh, connect
@@ -203,23 +203,6 @@ class Session:
         self.mesh.close()
 
 
-def check_same_data(job: Job, dataset: Dataset, mesh: Mesh) -> None:
-    """Refuse data that differs between ranks: every node may have a copy of its own."""
-    if isinstance(dataset, FollowsRounds):  # checks the shards that the first rank names
-        return
-    found = mesh.all_gather_json([int(dataset.train_len), int(dataset.val_len), fingerprint_of(dataset)])
-    other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), 0)
-    if not other:
-        return
-    first, second = (
-        f"{train:,} samples to train on and {held:,} held out" for train, held, _ in (found[0], found[other])
-    )
-    differ = f"rank 0 has {first}, rank {other} {second}"
-    if first == second:
-        differ = f"ranks 0 and {other} have other contents in as many samples"
-    raise JobError(f"data.source {job.data.source} is not the same on all ranks: {differ}; copy one to all nodes")
-
-
 Hook = Callable[[Session], None]
 """Called with a session before it trains; fault injection passes one in."""
 
@@ -235,6 +218,7 @@ def open_session(
     log = logs.setup(run, mesh.rank, mesh.position, mesh.world)
     torch.manual_seed(job.train.seed + mesh.rank)  # for a user's module; Weft's own models do not use this state
     torch.backends.cudnn.benchmark = mesh.device.type == "cuda"  # shapes do not change, so convolutions are timed once
+    check_same_job(job, plan, mesh)
     dataset = dataset or open_dataset(job)
     check_same_data(job, dataset, mesh)
     if mesh.rank == 0 and (traced := with_prediction(job, plan, dataset)) is not plan:
