@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.command import DEADLINE_S, ENV, ids_by_step, losses, run_of, weft, write_job
-from helpers.forked_python import Popen
+from helpers.command import DEADLINE_S, ids_by_step, losses, run_of, start_node, weft, write_job
 
 from weft.watch.journal import read_jsonl
 
@@ -58,13 +55,11 @@ def test_all_nodes_take_smaller_microbatches(tmp_path: Path, shared: bool) -> No
     folders = [tmp_path if shared else tmp_path / f"node-{node}" for node in range(2)]
     store = {} if shared else {"to": str(tmp_path / "store")}
     sections = JOB | {"parallel": {"dp_shard": 2}, "checkpoint": {"every": 0, **store}, "resilience": {"spares": 0}}
-    nodes: list[subprocess.Popen[str]] = []
+    nodes = []
     for node, folder in enumerate(folders):
         folder.mkdir(exist_ok=True)
         write_job(folder, **sections, name="run")
-        env = {**ENV, "NODE_RANK": str(node), "NNODES": "2", "MASTER_ADDR": "127.0.0.1"}
-        command = [sys.executable, "-m", "weft", "train", "job.yaml", "--nproc", "1", "model=helpers.own_models:Hungry"]
-        nodes.append(Popen(command, env=env, cwd=folder, stderr=subprocess.PIPE, text=True))
+        nodes.append(start_node(folder, node, 2, "model=helpers.own_models:Hungry"))
     said = [node.communicate(timeout=DEADLINE_S)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
     events = read_jsonl(run_of(folders[1], "run").events)

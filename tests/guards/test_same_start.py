@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.command import DEADLINE_S, ENV, write_job
 from helpers.forked_python import Popen
+from helpers.real_clusters import free_ports
 
 from weft.job.errors import Exit
 
@@ -23,9 +23,7 @@ def test_ranks_with_different_jobs_are_refused(tmp_path: Path, override: str, di
         tmp_path, model={"shape": "tiny"}, data={"seq_len": 8}, optim={"lr": 1e-3}, parallel={"dp_shard": 2},
         train={"global_batch": 4, "microbatch": 2, "steps": 2, "eval_every": 0}, cluster={"device": "cpu"},
     )  # fmt: skip
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    ranks = []
+    port, ranks = free_ports(1), []
     for rank in range(2):
         env = {
             **ENV, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",

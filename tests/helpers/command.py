@@ -60,6 +60,13 @@ def python(
     return Output(process.returncode, out, err)
 
 
+def start_node(folder: Path, node: int, count: int, *overrides: str) -> subprocess.Popen[str]:
+    """Start one of several nodes, with one rank on a CPU."""
+    env = {**ENV, "NODE_RANK": str(node), "NNODES": str(count), "MASTER_ADDR": "127.0.0.1"}
+    command = [sys.executable, "-m", "weft", "train", "job.yaml", "--nproc", "1", "cluster.device=cpu", *overrides]
+    return Popen(command, env=env, cwd=folder, stderr=subprocess.PIPE, text=True)
+
+
 class Started:
     """A command that runs in the background."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from helpers.command import DEADLINE_S, ENV, ids_by_step, losses, run_of, step_of, until, write_job
+from helpers.command import DEADLINE_S, ENV, ids_by_step, losses, run_of, start_node, step_of, until, write_job
 from helpers.forked_python import Popen
 
 from weft.chaos.virtual_hosts import VirtualHosts
@@ -201,14 +201,7 @@ def _start_incomplete(folder: Path, node: int, count: int) -> subprocess.Popen[s
         folder, model={"shape": "tiny"}, data={"seq_len": 8}, train={"global_batch": 6, "steps": 2},
         resilience={"gather_s": 1e6},
     )  # fmt: skip
-    return _start_node(folder, node, count)
-
-
-def _start_node(folder: Path, node: int, count: int, *overrides: str) -> subprocess.Popen[str]:
-    """Start a node with one rank."""
-    env = {**ENV, "NODE_RANK": str(node), "NNODES": str(count), "MASTER_ADDR": "127.0.0.1"}
-    command = [sys.executable, "-m", "weft", "train", "job.yaml", "--nproc", "1", "cluster.device=cpu", *overrides]
-    return Popen(command, env=env, cwd=folder, stderr=subprocess.PIPE, text=True)
+    return start_node(folder, node, count)
 
 
 @pytest.mark.parametrize("overrides", [[], ["optim.lr=0.1", "train.global_batch=6"]], ids=["same job", "another"])
@@ -223,9 +216,9 @@ def test_all_nodes_train_the_job_of_the_first(tmp_path: Path, overrides: list[st
     for steps, lr in ((2, 1e-3), (5, 5e-3)):
         train = {"global_batch": 4, "steps": steps, "eval_every": 0}
         write_job(tmp_path, **sections, train=train, optim={"lr": lr, "schedule": "constant", "warmup": 0})
-        nodes = [_start_node(tmp_path, 1, 2, *overrides)]
+        nodes = [start_node(tmp_path, 1, 2, *overrides)]
         until(lambda: _ranks_wait(run) or nodes[0].poll() is not None)  # noqa: B023
-        nodes.append(_start_node(tmp_path, 0, 2))
+        nodes.append(start_node(tmp_path, 0, 2))
         said = [node.communicate(timeout=DEADLINE_S)[1] for node in nodes]
         assert [node.returncode for node in nodes] == [Exit.DONE] * 2, said
     assert {line["lr"] for line in read_jsonl(run.metrics) if line["step"] > 2} == {5e-3}
@@ -238,7 +231,7 @@ def test_first_node_says_why_a_rank_of_another_failed(tmp_path: Path) -> None:
         tmp_path, model={"module": "helpers.own_models:RaisesOnRankOne"}, data={"seq_len": 8},
         train={"global_batch": 4, "steps": 9, "eval_every": 0}, resilience={"spares": 0},
     )  # fmt: skip
-    nodes = [_start_node(tmp_path, node, 2) for node in range(2)]
+    nodes = [start_node(tmp_path, node, 2) for node in range(2)]
     said = [node.communicate(timeout=DEADLINE_S)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [1, 1], said
     for output, prefix in zip(said, ("node 1: ", ""), strict=True):
@@ -260,7 +253,7 @@ def test_nodes_with_other_data_are_refused(tmp_path: Path, words: int, differ: s
             folder, model={"shape": "tiny"}, data={"source": "text.txt", "format": "text", "seq_len": 200}, name="run",
             train={"global_batch": 4, "steps": 2, "eval_every": 0}, checkpoint={"to": str(tmp_path / "store")},
         )  # fmt: skip
-        nodes.append(_start_node(folder, node, 2))
+        nodes.append(start_node(folder, node, 2))
     said = [node.communicate(timeout=DEADLINE_S)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [Exit.JOB] * 2, said
     assert f"data.source text.txt is not the same on all ranks: {differ}; copy one to all nodes" in said[0]

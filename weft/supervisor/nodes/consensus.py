@@ -127,7 +127,7 @@ class Report:
     timed_out: bool = False
     """It halted because of a timeout, not of a fault that it found."""
     microbatch: int = 0
-    """Samples at once that its ranks had memory for in the attempt that they halted in."""
+    """Samples at once that its ranks have memory for, if one ran out in the attempt that they halted in; else 0."""
     sent: float = 0.0
     """The sender's clock at sending."""
     seen: Mapping[int, float] = field(default_factory=dict)

@@ -59,6 +59,8 @@ class NodeSupervisor(Supervisor):
         self.joining_since: float | None = None
         self.blameless: float | None = None
         self.left_out, self.attempt_first, self.closed, self.ending = 0.0, 0, False, False
+        self.most_at_once = 0
+        """Samples at once that the ranks have memory for, after one ran out of it in the last attempt; else 0."""
         self.steady = 0
         """The last attempt that committed enough steps to use the job's own timeouts again."""
         self.keeper, self.store_server = ReplicaStore(folder), StoreServer()
@@ -112,11 +114,12 @@ class NodeSupervisor(Supervisor):
         if self.failed is not None:
             return self.end(int(self.failed.exit_code), [f"weft: {self.failed}"])
         ended = self.nodes.remote_end()
-        code = None if ended is None else ended.code
-        if code is not None and (code not in CLEAN_EXITS or self.free is not None or not self.attempt.ranks):
+        if ended is not None and (ended.code not in CLEAN_EXITS or self.free is not None or not self.attempt.ranks):
+            assert ended.code is not None
             decision = self.nodes.decision
             leads = decision is not None and decision.leader == self.place.node  # one node says it, not hundreds
-            return self.end(code, _lines_of(ended) if leads and ended is not None else [])
+            lines = [f"node {ended.node}: {line.removeprefix('weft: ')}" for line in ended.lines if leads]
+            return self.end(ended.code, lines)
         if self.nodes.pausing():
             self.board["pause"] = self.attempt.number
         if self.free is not None:
@@ -168,11 +171,13 @@ class NodeSupervisor(Supervisor):
     def next(self, back: dict[int, int]) -> None:
         """The ranks of this node have stopped: agree on the next attempt with the other nodes."""
         self.free = sorted(back.values())
+        before = self.plan.microbatch
         self.take_smaller_plan()
+        self.most_at_once = self.plan.microbatch if self.plan.microbatch < before else 0
         fault = self.open[0]
         subject = "" if fault.rank is None else f"rank {fault.rank} "
         why = "" if fault.kind == "elsewhere" else f"{subject}{fault.why}"
-        self.nodes.halt(why, self.timed_out(), self.plan.microbatch)
+        self.nodes.halt(why, self.timed_out(), self.most_at_once)
 
     def timed_out(self) -> bool:
         return super().timed_out() or any(f.kind == "elsewhere" and f.why.endswith(SILENT) for f in self.open)
@@ -188,7 +193,7 @@ class NodeSupervisor(Supervisor):
             if self.nodes.lease_until() > now:  # all nodes have entered
                 self.enter(decision)
             elif self.nodes.consensus.own.state == RUNNING and self.nodes.trouble():  # one was lost before it could
-                self.nodes.halt(timed_out=True, microbatch=self.plan.microbatch)
+                self.nodes.halt(timed_out=True, microbatch=self.most_at_once)
             return None
         if decision is None and (code := self.nodes.ended()) is not None:
             return self.end(code, ["the other nodes have ended the run"])
@@ -242,9 +247,7 @@ class NodeSupervisor(Supervisor):
         try:
             same = before is not None and before.nodes == set(nodes) and before.world == self.plan.world
             plan = self.plan if same else replan(self.job, sum(slots.values()), len(nodes))[1]
-            plan = with_microbatch(
-                plan, min([reports[n].microbatch for n in nodes if reports[n].microbatch], default=0)
-            )
+            plan = with_microbatch(plan, min((m for n in nodes if (m := reports[n].microbatch)), default=0))
         except WeftError as error:
             self.failed = error
             return None
@@ -370,12 +373,6 @@ class NodeSupervisor(Supervisor):
         self.closed = True
         self.nodes.close()
         return super().end(code, lines)
-
-
-def _lines_of(ended: Report) -> list[str]:
-    """What another node printed at the end, which may in turn be what it heard of a third."""
-    prefix = f"node {ended.node}: "
-    return [s if s.startswith("node ") else prefix + s.removeprefix("weft: ") for s in ended.lines]
 
 
 def _write(path: Path, text: str) -> None:
