@@ -12,7 +12,7 @@ from weft.data.loader import Loader
 from weft.data.open_dataset import open_dataset
 from weft.data.sources import open_tokenizer
 from weft.data.tokenizer import train_bpe
-from weft.data.user_dataset import image_patches
+from weft.data.vision.patches import image_patches
 from weft.job import Data, Job, JobError, parse_job
 from weft.job.schema import Model, Train
 from weft.job.shapes import resolve

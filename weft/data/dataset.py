@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,6 +23,29 @@ class Dataset(Protocol):
     def val(self, index: int) -> Sample: ...
 
 
+class OwnSource(NamedTuple):
+    """A user's dataset."""
+
+    name: str
+    varies: bool
+    """Whether a sample differs when it is read again, as with a generator of the dataset's own."""
+
+
+DRAW_FROM = "draw random numbers from the global generators of torch, NumPy or Python, or from (index, epoch)"
+
+
+def sample_in_epoch(dataset: Dataset, index: int, epoch: int) -> Sample:
+    """A training sample, which depends on the epoch too if it is augmented."""
+    if getattr(dataset, "takes_epoch", False):
+        return dataset.train(index, epoch)  # type: ignore[call-arg]
+    return dataset.train(index)
+
+
 def fingerprint_of(dataset: Dataset) -> str:
     """A checksum of a dataset's contents; empty where they are generated or a user's own."""
     return str(getattr(dataset, "fingerprint", ""))
+
+
+def own_sources(dataset: object) -> dict[int, OwnSource]:
+    """A user's datasets in a dataset, by the indices of their first training samples."""
+    return dict(getattr(dataset, "own_sources", {}))

@@ -72,7 +72,8 @@ class Loader:
         self.waited = 0.0
         """Seconds spent waiting for data."""
         self._offset = 0 if start_sample is None else start_sample - self._ramp.samples_before(start_step)
-        self._prefetch, self._pin = prefetch, pin
+        alone = getattr(dataset, "draws", False) and not workers  # no thread may draw beside the model
+        self._prefetch, self._pin = 0 if alone else prefetch, pin
         self._worker_count = workers
         self._grow = grow
         self._workers: SampleWorkers | None = None
@@ -200,11 +201,13 @@ class Loader:
         shares, first = self._shares(step), self._ramp.samples_before(step) + self._offset
         ids, indices = _numbers(self._dataset, self._seed, first, shares, self._dp_rank, self._epoch_len)
         parts = shares.slices(self._dp_rank)
-        batches = None
-        if self._workers is not None and (found := self._workers.read(ids, indices, parts, self._epoch_len, self._pin)):
-            batches = [{"ids": torch.from_numpy(ids[part].copy()), **b} for part, b in zip(parts, found, strict=True)]
-        if batches is None:
+        if self._workers is None:
             batches = read_samples(self._dataset, ids, indices, parts, self._epoch_len)
+        elif found := self._workers.read(ids, indices, parts, self._epoch_len, self._pin):
+            batches = [{"ids": torch.from_numpy(ids[part].copy()), **b} for part, b in zip(parts, found, strict=True)]
+        else:
+            apart = self._workers.read_apart(ids, indices, parts, self._epoch_len)
+            batches = [_stack(apart[part], ids[part], padding_of(self._dataset)) for part in parts]
         if self._pin:
             batches = [{key: value.pin_memory() for key, value in batch.items()} for batch in batches]
         return _Step(step, shares, ids, indices, batches)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.data.dataset import own_sources, sample_in_epoch
 from weft.data.formats.streamed_files import StreamedDataset
 from weft.data.growing import Rounds
 from weft.data.order import SampleOrder
@@ -102,6 +103,11 @@ class MixedDataset:
         self._streamed = [d for d in datasets if isinstance(d, StreamedDataset)]
         self.rounds: Rounds = [d.rounds[0] for d in self._streamed]
         self.padding = getattr(datasets[0], "padding", None)
+        self.takes_epoch, self.draws = (
+            any(getattr(d, name, False) for d in datasets) for name in ("takes_epoch", "draws")
+        )
+        firsts = zip(self._train, datasets, strict=False)
+        self.own_sources = {int(first) + i: own for first, d in firsts for i, own in own_sources(d).items()}
         self.summary = ""
         """The shares of the sources, for the log."""
 
@@ -115,9 +121,9 @@ class MixedDataset:
         for dataset, found in zip(self._streamed, rounds, strict=False):
             dataset.follow([found])
 
-    def train(self, index: int) -> dict[str, np.ndarray]:
+    def train(self, index: int, epoch: int = 0) -> dict[str, np.ndarray]:
         which = self._which(self._train, index)
-        return self._sample(which, self._datasets[which].train(index - int(self._train[which])))
+        return self._sample(which, sample_in_epoch(self._datasets[which], index - int(self._train[which]), epoch))
 
     def val(self, index: int) -> dict[str, np.ndarray]:
         which = self._which(self._val, index)

@@ -27,6 +27,7 @@ from weft.data.store import is_store
 from weft.data.tasks.masked_tokens import masked
 from weft.data.tasks.text_pairs import BUCKET_BATCHES
 from weft.data.tokenizer import load_tokenizer
+from weft.data.user_dataset import UserDataset
 from weft.job.errors import JobError
 from weft.job.schema import Job
 
@@ -98,7 +99,7 @@ def _open_mixture(job: Job, order: SampleOrder) -> Dataset:
             "data.streaming=true, and no source of data.mixture is a file of records with a format text, chat or "
             "instruction; leave data.streaming out"
         )
-    if any(getattr(dataset, "takes_epoch", False) for dataset in opened):
+    if any(getattr(dataset, "takes_epoch", False) and not isinstance(dataset, UserDataset) for dataset in opened):
         raise JobError("data.mixture mixes text and conversations, and one of its sources holds images; leave it out")
     seeds, first = range(job.train.seed, job.train.seed + len(opened)), np.array([0])
     samples = [d.train(int(indices_of(d, seed, first)[0])) for d, seed in zip(opened, seeds, strict=True)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from weft.data.dataset import own_sources
 from weft.data.sampler import Ints, sample_index, shuffle
 
 
@@ -55,7 +56,10 @@ class OrderedDataset:
         self.train_len, self.val_len = inner.train_len, inner.val_len
         self.train, self.val = inner.train, inner.val
         self.fingerprint = str(getattr(inner, "fingerprint", ""))
-        self.takes_epoch, self.decodes = (bool(getattr(inner, name, False)) for name in ("takes_epoch", "decodes"))
+        self.takes_epoch, self.decodes, self.draws = (
+            bool(getattr(inner, name, False)) for name in ("takes_epoch", "decodes", "draws")
+        )
+        self.own_sources = own_sources(inner)
         self.padding = getattr(inner, "padding", None)
 
     def sample_indices(self, seed: int, ids: Ints) -> Ints:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from weft.data.dataset import Dataset, Sample
+from weft.data.dataset import Dataset, Sample, sample_in_epoch
 from weft.data.sampler import Ints
 
 CHUNK_SAMPLES = 16
@@ -41,17 +41,17 @@ class SampleChunk(NamedTuple):
 
 
 def auto_workers(device: torch.device, local_ranks: int, dataset: Dataset) -> int:
-    """Workers for data.workers=auto: the cores of a GPU rank but one, for datasets that decode images."""
-    if device.type != "cuda" or not getattr(dataset, "decodes", False):
-        return 0
-    return max(0, min(MAX_AUTO_WORKERS, len(os.sched_getaffinity(0)) // max(1, local_ranks) - 1))
+    """Workers for data.workers=auto: the cores of a GPU rank but one, for datasets that decode or transform images; one
+    on a CPU for those whose samples use the global random generators, which the model may use too."""
+    draws = getattr(dataset, "draws", False)
+    if device.type != "cuda" or not (draws or getattr(dataset, "decodes", False)):
+        return int(draws)
+    return max(int(draws), min(MAX_AUTO_WORKERS, len(os.sched_getaffinity(0)) // max(1, local_ranks) - 1))
 
 
 def read_sample(dataset: Dataset, number: int, index: int, in_epoch: int) -> Sample:
     """The training sample of an index; `number` is its place in the run, of which an epoch has `in_epoch`."""
-    if getattr(dataset, "takes_epoch", False):
-        return dataset.train(index, number // in_epoch)  # type: ignore[call-arg]
-    return dataset.train(index)
+    return sample_in_epoch(dataset, index, number // in_epoch)
 
 
 class SampleWorkers:
@@ -97,15 +97,26 @@ class SampleWorkers:
                     held[key][chunk.start : chunk.start + len(array)] = torch.from_numpy(array)
         return out if regular else None
 
-    def _chunks(self, chunks: list[SampleChunk], in_epoch: int) -> Iterator[tuple[SampleChunk, Arrays | None]]:
-        """Each chunk with its arrays, in the order in which they are read; None where samples differ in shape."""
+    def read_apart(self, ids: Ints, indices: Ints, parts: list[slice], in_epoch: int) -> list[Arrays]:
+        """Samples one by one, through the pipes: they may have different shapes."""
+        out: list[Arrays] = [{}] * len(ids)
+        for chunk, samples in self._chunks(_cut(ids, indices, parts), in_epoch, apart=True):
+            first = parts[chunk.part].start + chunk.start
+            out[first : first + len(chunk.ids)] = samples
+        return out
+
+    def _chunks(
+        self, chunks: list[SampleChunk], in_epoch: int, apart: bool = False
+    ) -> Iterator[tuple[SampleChunk, Any]]:
+        """Each chunk with its arrays, in the order in which they are read; None where samples differ in shape. With
+        `apart`, each chunk with a list of its samples."""
         todo, under_way = deque(chunks), 0
         free = deque((worker, slot) for slot in range(2) for worker in range(len(self._pipes)))
         while todo or under_way:
             while todo and free:
                 worker, slot = free.popleft()
                 with self._check_alive(worker):
-                    self._pipes[worker].send((slot, todo.popleft(), in_epoch))
+                    self._pipes[worker].send((slot, todo.popleft(), in_epoch, apart))
                 under_way += 1
             for pipe in connections.wait(self._pipes):
                 worker = self._pipes.index(pipe)  # type: ignore[arg-type]
@@ -113,7 +124,7 @@ class SampleWorkers:
                     chunk, slot, result = self._pipes[worker].recv()
                 if isinstance(result, BaseException):
                     raise result
-                yield chunk, self._arrays(worker, slot, result)
+                yield chunk, result if apart else self._arrays(worker, slot, result)
                 free.append((worker, slot))
                 under_way -= 1
 
@@ -168,11 +179,13 @@ def _work(
             if os.getppid() != parent:
                 os._exit(0)
         try:
-            slot, chunk, in_epoch = pipe.recv()
+            slot, chunk, in_epoch, apart = pipe.recv()
         except (EOFError, ConnectionResetError):
             os._exit(0)
         try:
-            result: Any = _read_into(dataset, chunk, in_epoch, slots[slot])
+            result: Any = (
+                list(_samples(dataset, chunk, in_epoch)) if apart else _read_into(dataset, chunk, in_epoch, slots[slot])
+            )
         except BaseException as error:  # raised again in the rank
             result = error
         try:

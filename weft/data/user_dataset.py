@@ -10,12 +10,16 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from weft.data.dataset import OwnSource
+from weft.data.formats.global_random import generator_state, seeded
 from weft.data.formats.map_style import MapStyle, as_dataset
+from weft.data.vision.patches import image_patches, with_token_row
 from weft.job.errors import JobError
 from weft.job.schema import Job, Model
 from weft.models.user.sample_tree import TARGET_NAMES, flatten
@@ -36,7 +40,8 @@ def open_user_dataset(job: Job) -> UserDataset:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        module = importlib.import_module(module_name)
+        with seeded(job.train.seed):  # the same random numbers on all ranks
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise JobError(
@@ -52,10 +57,11 @@ def open_user_dataset(job: Job) -> UserDataset:
         hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
         raise JobError(f"data.source {data.source}: {module_name} has no function or class {name!r}{hint}")
     try:
-        inner = as_dataset(make if not callable(make) else make(data) if _takes_arguments(make) else make())
+        with seeded(job.train.seed):
+            inner = as_dataset(make if not callable(make) else make(data) if _takes_arguments(make) else make())
     except (Exception, SystemExit) as error:
         raise _user_code_error(data.source, "calling it with the data section", error) from error
-    return UserDataset(inner, data.source, job.model, bool(data.tasks))
+    return UserDataset(inner, data.source, job.model, bool(data.tasks), job.train.seed)
 
 
 def _takes_arguments(make: Callable[..., Any]) -> bool:
@@ -71,10 +77,13 @@ def _user_code_error(source: str, doing: str, error: BaseException) -> JobError:
 
 
 class UserDataset:
-    """A user's dataset with checked lengths and samples: arrays, always with `valid`."""
+    """A user's dataset with checked lengths and samples: arrays, always with `valid`.
 
-    def __init__(self, inner: Any, source: str, model: Model, several: bool = False) -> None:
-        self._inner, self._source = inner, source
+    Where samples draw from the global random generators, these are seeded for each from (seed, index, epoch).
+    """
+
+    def __init__(self, inner: Any, source: str, model: Model, several: bool = False, seed: int = 0) -> None:
+        self._inner, self._source, self._seed = inner, source, seed
         given = model.vocab if model.module or model.takes_tokens or model.is_classifier else None
         self._vocab = given
         """Integer targets, and integer inputs, must be below it; None where it is not known."""
@@ -94,23 +103,41 @@ class UserDataset:
         for name in ("train", "val"):
             if not callable(getattr(inner, name, None)):
                 raise self._refuse(f"has no method {name}(index); {_NEEDS}")
-        self.takes_epoch = _has_parameter(inner.train, "epoch")
-        """Whether a training sample depends on the epoch too, as augmented ones do."""
+        self._given_epoch = _has_parameter(inner.train, "epoch")
+        self.draws = True
+        """Whether samples draw from the global generators, which no other thread may use while one is read."""
         try:
-            self.train(0)
+            once, again = self.train(0), self.train(0)
             if self.val_len:
                 self.val(0)
         except JobError:
             raise
         except (Exception, SystemExit) as error:
             raise _user_code_error(source, "reading its first sample", error) from error
+        self.draws = self._find_draws()
+        self.takes_epoch = self._given_epoch or self.draws
+        """Whether a training sample depends on the epoch too, as augmented ones do."""
+        same = once.keys() == again.keys() and all(once[k].tobytes() == again[k].tobytes() for k in once)
+        self.own_sources = {0: OwnSource(source, varies=not same)}
 
     def train(self, index: int, epoch: int = 0) -> dict[str, np.ndarray]:
-        read = partial(self._inner.train, epoch=epoch) if self.takes_epoch else self._inner.train
-        return self._sample(read, "train", index)
+        read = partial(self._inner.train, epoch=epoch) if self._given_epoch else self._inner.train
+        with seeded(self._seed, index, epoch) if self.draws else nullcontext():
+            return self._sample(read, "train", index)
 
     def val(self, index: int) -> dict[str, np.ndarray]:
-        return self._sample(self._inner.val, "val", index)
+        with seeded(self._seed, index, -1) if self.draws else nullcontext():
+            return self._sample(self._inner.val, "val", index)
+
+    def _find_draws(self) -> bool:
+        """Whether reading the first, the middle, the last or a held-out sample changes a global generator."""
+        reads = [partial(self._inner.train, i) for i in (0, self.train_len // 2, self.train_len - 1)]
+        with seeded(self._seed):
+            before = generator_state()
+            for read in [*reads, *([partial(self._inner.val, 0)] if self.val_len else [])]:
+                with suppress(Exception):  # a sample that cannot be read is refused when its turn comes
+                    read()
+            return generator_state() != before
 
     def _length(self, name: str, least: int) -> int:
         if not hasattr(self._inner, name):
@@ -221,7 +248,7 @@ class UserDataset:
                 f"gave inputs of shape {list(inputs.shape)} for {where}; the model takes [{channels}, height, width], "
                 f"or [patches, {self._patch_dim}] with model.patch={patch} and model.channels={channels}"
             )
-        return _with_token_row(inputs) if self._model.class_token and len(inputs) + 1 == self._model.max_len else inputs
+        return with_token_row(inputs) if self._model.class_token and len(inputs) + 1 == self._model.max_len else inputs
 
     def _check_range(self, values: np.ndarray, key: str, sample: str) -> None:
         """Refuse integers outside the vocabulary, which would train the wrong thing or index out of bounds."""
@@ -242,31 +269,6 @@ class UserDataset:
     def _refuse(self, what: str) -> JobError:
         name = self._inner.name if isinstance(self._inner, MapStyle) else type(self._inner).__name__
         return JobError(f"data.source {self._source}: the {name} it returned {what}")
-
-
-def image_patches(image: np.ndarray, model: Model) -> np.ndarray:
-    """The patches of an image [channels, height, width], row by row, each flattened: [patches, values]. With a class
-    token, the first row is zeros."""
-    depth, height, width = image.shape
-    patch, channels = model.patch or 4, model.channels or 3
-    if depth != channels:
-        raise ValueError(f"has {depth} channels where model.channels={channels}; write model.channels={depth}")
-    if model.image is not None:
-        if (height, width) != model.image:
-            raise ValueError(f"has {height} × {width} pixels, and the model takes {model.image[0]} × {model.image[1]}")
-        height, width = height // patch * patch, width // patch * patch
-        image = image[:, :height, :width]
-    if height % patch or width % patch:
-        whole = " × ".join(str(max(patch, side // patch * patch)) for side in (height, width))
-        raise ValueError(f"has {height} × {width} pixels, which patches of model.patch={patch} do not divide; {whole} "
-                         "pixels would work")  # fmt: skip
-    rows = image.reshape(depth, height // patch, patch, width // patch, patch).transpose(1, 3, 0, 2, 4)
-    patches = np.ascontiguousarray(rows.reshape(-1, depth * patch * patch))
-    return _with_token_row(patches) if model.class_token else patches
-
-
-def _with_token_row(patches: np.ndarray) -> np.ndarray:
-    return np.concatenate((np.zeros_like(patches[:1]), patches))
 
 
 def _has_parameter(function: Callable[..., Any], name: str) -> bool:

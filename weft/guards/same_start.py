@@ -7,7 +7,9 @@ import hashlib
 import json
 from typing import Any
 
-from weft.data.dataset import Dataset, fingerprint_of
+import numpy as np
+
+from weft.data.dataset import DRAW_FROM, Dataset, Sample, fingerprint_of, own_sources
 from weft.data.growing import FollowsRounds
 from weft.job.errors import JobError
 from weft.job.schema import Job
@@ -32,18 +34,49 @@ def check_same_job(job: Job, plan: Plan, mesh: Mesh) -> None:
     raise JobError(f"the ranks were started with different jobs: {differ}; give all the same job and overrides")
 
 
-def check_same_data(job: Job, dataset: Dataset, mesh: Mesh) -> None:
+def check_same_data(job: Job, plan: Plan, dataset: Dataset, mesh: Mesh) -> None:
     """Refuse data that differs between ranks."""
     if isinstance(dataset, FollowsRounds):  # checks the shards that the first rank names
         return
     found = mesh.all_gather_json([int(dataset.train_len), int(dataset.val_len), fingerprint_of(dataset)])
-    if (other := _first_other(found)) is None:
-        return
-    sizes = [f"{train:,} samples to train on and {held:,} held out" for train, held, _ in (found[0], found[other])]
-    differ = f"rank 0 has {sizes[0]}, rank {other} {sizes[1]}"
-    if sizes[0] == sizes[1]:
-        differ = f"ranks 0 and {other} have other contents in as many samples"
-    raise JobError(f"data.source {job.data.source} is not the same on all ranks: {differ}; copy one to all nodes")
+    if (other := _first_other(found)) is not None:
+        sizes = [f"{train:,} samples to train on and {held:,} held out" for train, held, _ in (found[0], found[other])]
+        differ = f"rank 0 has {sizes[0]}, rank {other} {sizes[1]}"
+        if sizes[0] == sizes[1]:
+            differ = f"ranks 0 and {other} have other contents in as many samples"
+        raise JobError(f"data.source {job.data.source} is not the same on all ranks: {differ}; copy one to all nodes")
+    _check_same_samples(plan, dataset, mesh)
+
+
+def _check_same_samples(plan: Plan, dataset: Dataset, mesh: Mesh) -> None:
+    """Refuse a user's dataset whose samples differ between ranks. One with a generator of its own may have others on
+    every replica, but not on the ranks of one."""
+    cut = max(plan.tp, plan.cp, plan.pp) > 1
+    own = {index: source.name for index, source in own_sources(dataset).items() if cut or not source.varies}
+    found = mesh.all_gather_json([_summary(dataset.train(index)) for index in own])
+    for place, (index, name) in enumerate(own.items()):
+        other = next((rank for rank, theirs in enumerate(found) if not _alike(theirs[place], found[0][place])), None)
+        if other is not None:
+            raise JobError(
+                f"data.source {name}: ranks 0 and {other} read different samples train({index}); copy the same files "
+                f"to all nodes, and {DRAW_FROM}"
+            )
+
+
+def _summary(sample: Sample) -> dict[str, Any]:
+    """Shape, mean and deviation of a sample's arrays."""
+    return {
+        key: [list(array.shape), float(array.mean()), float(array.std())] if array.size else [list(array.shape), 0, 0]
+        for key, array in sample.items()
+    }
+
+
+def _alike(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    """Whether two summaries are the same but for rounding, which may differ between kinds of processors."""
+    return ours.keys() == theirs.keys() and all(
+        ours[key][0] == theirs[key][0] and np.allclose(ours[key][1:], theirs[key][1:], 1e-3, 1e-6, equal_nan=True)
+        for key in ours
+    )
 
 
 def _first_other(found: list[Any]) -> int | None:

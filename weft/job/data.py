@@ -151,7 +151,7 @@ class Data(Section):
     """Batches to read ahead in the background."""
     workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
     """Processes of a rank that read samples, for decoding and augmentation; 0 reads in the background thread. auto uses
-    the cores of a GPU rank for images."""
+    the cores of a GPU rank for images and for your own datasets with random transforms, for which it is 1 on a CPU."""
     record_ids: bool = False
     """Log the samples that each rank reads at each step to samples/rank-*.jsonl."""
 

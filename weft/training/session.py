@@ -15,7 +15,7 @@ import torch
 from weft.checkpoint.checkpointer import Checkpointer
 from weft.checkpoint.memory_snapshots import Snapshots
 from weft.checkpoint.merge_snapshots import snapshot_layout
-from weft.data.dataset import Dataset, fingerprint_of
+from weft.data.dataset import DRAW_FROM, Dataset, fingerprint_of, own_sources
 from weft.data.growing import FollowsRounds, GrowingDataset, Rounds
 from weft.data.loader import Batch, Loader, to_device, val_batches
 from weft.data.open_dataset import open_dataset
@@ -220,7 +220,11 @@ def open_session(
     torch.backends.cudnn.benchmark = mesh.device.type == "cuda"  # shapes do not change, so convolutions are timed once
     check_same_job(job, plan, mesh)
     dataset = dataset or open_dataset(job)
-    check_same_data(job, dataset, mesh)
+    check_same_data(job, plan, dataset, mesh)
+    for own in own_sources(dataset).values() if mesh.rank == 0 else ():
+        if own.varies:
+            log.warning("%s", f"data.source {own.name}: train(0), read twice, gave two different samples, so this run "
+                              f"cannot be repeated or resumed exactly; {DRAW_FROM}")  # fmt: skip
     if mesh.rank == 0 and (traced := with_prediction(job, plan, dataset)) is not plan:
         plan = traced
         write_plan(run, plan)

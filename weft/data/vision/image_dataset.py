@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from weft.data.shard_patterns import first_missing
 from weft.data.synthetic import SYNTHETIC_SIDE, SyntheticPictures
-from weft.data.user_dataset import image_patches
 from weft.data.vision.augment import augmented, erased, mixed, plain, random_of
 from weft.data.vision.decoded_images import ImageFiles
 from weft.data.vision.hub_images import is_hub_dataset, open_hub_images
 from weft.data.vision.idx_files import URLS, find_idx, named_idx
 from weft.data.vision.image_files import detect, open_files, open_idx
 from weft.data.vision.image_operations import check_operations
+from weft.data.vision.patches import image_patches
 from weft.job.data import ImageData
 from weft.job.errors import JobError
 from weft.job.schema import Job, Model
