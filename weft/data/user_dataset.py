@@ -22,6 +22,7 @@ from weft.data.formats.map_style import MapStyle, as_dataset
 from weft.data.vision.patches import image_patches, with_token_row
 from weft.job.errors import JobError
 from weft.job.schema import Job, Model
+from weft.models.user.sample_fit import misfit
 from weft.models.user.sample_tree import TARGET_NAMES, flatten
 
 IGNORED_TARGET = -100
@@ -170,6 +171,8 @@ class UserDataset:
         if self._several and sample["valid"].ndim:
             raise self._refuse(f"gave valid of shape {list(sample['valid'].shape)} for {where}; with several losses it "
                                f"is one value, and integer targets of {IGNORED_TARGET} are masked")  # fmt: skip
+        if problem := misfit(self._model, sample):
+            raise self._refuse(f"gave for {where} {problem}")
         return sample
 
     def _arrays(self, raw: Any, where: str) -> dict[str, np.ndarray]:

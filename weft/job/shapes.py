@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,9 @@ def resolve(job: Job) -> Job:
         job = _with_pretrained(job, job.model.pretrained)
     model, data = _resolve_model(job.model, job.data), job.data
     side = data.images.size if data.images is not None else None
-    if model.is_classifier and side and "seq_len" not in data.model_fields_set:
-        patches = (side // (model.patch or 4)) ** 2
+    sides = (side, side) if side else model.image
+    if model.is_classifier and sides and "seq_len" not in data.model_fields_set:
+        patches = math.prod(pixels // (model.patch or 4) for pixels in sides)
         data = data.model_copy(update={"seq_len": max(1, patches) + bool(model.class_token)})
         model = _resolve_model(job.model, data)
     if model.towers and model.max_len and "seq_len" not in data.model_fields_set:
