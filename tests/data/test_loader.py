@@ -235,6 +235,31 @@ def test_workers_read_the_same_batches():
         assert all(torch.equal(a[key], b[key]) for a, b in zip(one, other, strict=True) for key in a)
 
 
+class HeldOpen(Numbers):
+    """Rows of a file that stays open."""
+
+    def __init__(self, path):
+        super().__init__(train_len=400)
+        np.repeat(np.arange(400, dtype=np.float32), 1024).tofile(path)
+        self.file = path.open("rb")
+
+    def train(self, index):
+        self.file.seek(index * 4096)
+        return {"inputs": np.frombuffer(self.file.read(4096), np.float32), "valid": np.ones((), dtype=bool)}
+
+
+def test_workers_have_positions_of_their_own_in_open_files(tmp_path):
+    dataset = HeldOpen(tmp_path / "rows.bin")
+    with Loader(
+        dataset, seed=3, global_batch=200, microbatch=200, dp_rank=0, dp_size=1, record=tmp_path / "ids", workers=3
+    ) as loader:
+        for _ in range(10):
+            (batch,) = next(loader)
+            assert dataset.train(7)["inputs"].tolist() == [7] * 1024, "the rank reads too"
+            index = json.loads((tmp_path / "ids").read_bytes().splitlines()[-1])["indices"]
+            assert torch.equal(batch["inputs"], torch.tensor(index, dtype=torch.float32)[:, None].expand(-1, 1024))
+
+
 def test_errors_of_workers_are_raised_in_the_rank():
     with pytest.raises(OSError, match="the disk is gone"):
         take(picture_loader(Numbers(40, fail_at=5), 2), 1)

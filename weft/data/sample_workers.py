@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from weft.data.dataset import Dataset, Sample, sample_in_epoch
+from weft.data.formats.open_files import read_positions, reopen
 from weft.data.sampler import Ints
 
 CHUNK_SAMPLES = 16
@@ -65,13 +66,13 @@ class SampleWorkers:
         first = dataset.train(0)
         self._slot = int(SLOT_MARGIN * CHUNK_SAMPLES * sum(np.asarray(v).nbytes for v in first.values())) + 4096
         self._memory = mmap.mmap(-1, 2 * count * self._slot)
-        context = mp.get_context("fork")
+        context, files = mp.get_context("fork"), read_positions()
         self._pipes: list[connections.Connection[Any, Any]] = []
         self._processes = []
         for number in range(count):
             ours, theirs = context.Pipe()
             slots = [memoryview(self._memory)[(2 * number + i) * self._slot :][: self._slot] for i in range(2)]
-            process = context.Process(target=_work, args=(dataset, theirs, slots, os.getpid()), daemon=True)
+            process = context.Process(target=_work, args=(dataset, theirs, slots, os.getpid(), files), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -166,7 +167,11 @@ def _cut(ids: Ints, indices: Ints, parts: list[slice]) -> list[SampleChunk]:
 
 
 def _work(
-    dataset: Dataset, pipe: connections.Connection[Any, Any], slots: list[memoryview], parent: int
+    dataset: Dataset,
+    pipe: connections.Connection[Any, Any],
+    slots: list[memoryview],
+    parent: int,
+    files: dict[int, int],
 ) -> None:  # pragma: no cover - runs in a forked process
     """Read chunks until the pipe or the parent ends."""
     if sys.platform == "linux":
@@ -174,6 +179,7 @@ def _work(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
+    reopen(files)
     while True:
         while not pipe.poll(PARENT_CHECK_S):
             if os.getppid() != parent:
