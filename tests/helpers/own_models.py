@@ -210,6 +210,15 @@ class RaisesOnRankOne(Plain):
         return super().forward(tokens)
 
 
+class RaisesWhenAsked(Plain):
+    """Raises on rank 1 once there is a file `raise`."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if os.environ["RANK"] == "1" and Path("raise").exists():
+            raise ValueError("there is a file")
+        return super().forward(tokens)
+
+
 class Stuck(Plain):
     """Blocks in its first step, after creating the file `stuck`; events are recorded from the start of training on."""
 

@@ -97,14 +97,14 @@ def _explain_silent(run: RunDir, waiter: dict[str, Any], silent: list[int], log:
 
 
 def write_failure(run: RunDir, rank: int, cause: dict[str, Any]) -> None:
-    """Write a rank's failure record, into the memory folder of a supervised run if the disk accepts none."""
+    """Write a rank's failure record, also into the memory folder of a supervised run: the disk may accept none, and
+    other nodes may remove it before this one has read it."""
     path, text = run.logs / f"failure-{rank}.json", json.dumps(cause)
-    try:
+    for folder in _memory_folder():
+        with contextlib.suppress(OSError):
+            write_file(folder / path.name, text)
+    with contextlib.suppress(OSError):
         path.write_text(text, encoding="utf-8")
-    except OSError:
-        for folder in _memory_folder():
-            with contextlib.suppress(OSError):
-                write_file(folder / path.name, text)
 
 
 def read_failure(path: Path) -> dict[str, Any] | None:
@@ -114,6 +114,12 @@ def read_failure(path: Path) -> dict[str, Any] | None:
             found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
             return found
     return None
+
+
+def remove_failure(run: RunDir, rank: int) -> None:
+    """Remove a rank's failure record."""
+    for folder in (run.logs, *_memory_folder()):
+        (folder / f"failure-{rank}.json").unlink(missing_ok=True)
 
 
 def remove_failures(run: RunDir) -> None:

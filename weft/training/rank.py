@@ -25,7 +25,7 @@ from weft.job.load import load_job
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
-from weft.supervisor.failure_report import write_failure
+from weft.supervisor.failure_report import remove_failure, write_failure
 from weft.supervisor.process_name import set_process_name
 from weft.training.stop_requests import Signals
 
@@ -72,7 +72,7 @@ def run_rank(
             if smaller_plan is None or plan.world > 1:  # the other ranks cannot follow
                 return exit_code(error)
         plan, session = smaller_plan, None
-        (run.logs / f"failure-{rank}.json").unlink(missing_ok=True)
+        remove_failure(run, rank)
         gc.collect()
 
 

@@ -110,6 +110,24 @@ def test_nodes_agree_lose_and_readmit_a_node(tmp_path: Path) -> None:
     assert not list((tmp_path / "nodes").glob("*.json"))
 
 
+def test_a_node_that_was_silent_when_it_ended_is_not_left_out(tmp_path: Path) -> None:
+    """Its end is in the run's folder, though its last report was not sent."""
+    members = [SupervisedRank(tmp_path, node, 2) for node in range(2)]
+    until(lambda: all(m.attempt == 1 and m.nodes.lease_until() > 0 for m in members))
+    members[1].nodes._registry.end(6, 1, ["weft: why"])
+    assert members[0].nodes.remote_end() is None, "while its ranks run, only reports count"
+    members[1].die()
+    until(
+        lambda: (
+            (end := members[0].nodes.remote_end()) is not None
+            and (end.node, end.code, end.lines) == (1, 6, ("weft: why",))
+        )
+    )
+    members[0].nodes._follow_or_claim()
+    assert members[0].attempt == 1
+    members[0].die()
+
+
 def test_nodes_without_a_shared_folder_meet_in_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WEFT_SECRET", raising=False)
     store, folders = StorePath(f"memory://{tmp_path.name}/run"), [tmp_path / "a", tmp_path / "b"]

@@ -233,10 +233,33 @@ def test_first_node_says_why_a_rank_of_another_failed(tmp_path: Path) -> None:
     )  # fmt: skip
     nodes = [start_node(tmp_path, node, 2) for node in range(2)]
     said = [node.communicate(timeout=DEADLINE_S)[1] for node in nodes]
-    assert [node.returncode for node in nodes] == [1, 1], said
+    assert [node.returncode for node in nodes] == [1, 1], "\n".join(said)
     for output, prefix in zip(said, ("node 1: ", ""), strict=True):
         assert f"{prefix}rank 1 (dp_" in output
         assert "ValueError: the third step is too much for me" in output
+
+
+def test_lost_node_says_why_its_rank_failed(tmp_path: Path) -> None:
+    """The others go on without it meanwhile, and leave its files alone."""
+    write_job(
+        tmp_path, model={"module": "helpers.own_models:RaisesWhenAsked"}, data={"seq_len": 8},
+        train={"global_batch": 4, "steps": 1_000_000, "eval_every": 0}, resilience={"spares": 0},
+    )  # fmt: skip
+    run = run_of(tmp_path, "job")
+    first, second = (start_node(tmp_path, node, 2, "resilience.node_lost_s=5") for node in range(2))
+    until(lambda: step_of(run) > 2)
+    for process in psutil.Process(second.pid).children():
+        if "node_supervisor" in " ".join(process.cmdline()):
+            process.suspend()
+    (tmp_path / "raise").touch()
+    until(lambda: "recovered" in run.events.read_text(encoding="utf-8"))
+    for process in psutil.Process(second.pid).children():
+        process.resume()
+    said = second.communicate(timeout=DEADLINE_S)[1]
+    assert second.returncode == 1 and "ValueError: there is a file" in said, said
+    first.terminate()
+    said = first.communicate(timeout=DEADLINE_S)[1]
+    assert first.returncode == Exit.PREEMPTED and "without node 1" in said, said
 
 
 @pytest.mark.parametrize(("words", "differ"), [

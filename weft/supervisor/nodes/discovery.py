@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,10 @@ class NodeRegistry:
         self._before = self._last("ended")
         self._left_before = self._last("left")
 
-    def end(self, code: int, attempt: int) -> None:
-        """Record the exit code of the run and its last attempt, for nodes that cannot be reached over the network."""
-        content = [code, secrets.token_hex(8), attempt]
+    def end(self, code: int, attempt: int, lines: Sequence[str] = ()) -> None:
+        """Record the exit code of the run, its last attempt, this node and what it prints, for nodes that cannot be
+        reached over the network."""
+        content = [code, secrets.token_hex(8), attempt, str(self.node), *lines]
         replace(self.locks / "ended", json.dumps(content).encode())  # a batch script of Slurm reads it here
         self._write("ended", content)
 
@@ -49,6 +51,13 @@ class NodeRegistry:
         last = self._last("ended")
         return last is not None and int(last[2]) >= attempt
 
+    def end_of(self, attempt: int) -> tuple[int, int, tuple[str, ...]] | None:
+        """The node that ended the run in this attempt, since this one started, its exit code and what it printed."""
+        last = self._last("ended")
+        if last is None or last == self._before or last[2] != attempt or len(last) < 4 or not last[3].isdecimal():
+            return None
+        return int(last[3]), last[0], tuple(last[4:])
+
     def leave_gathering(self, code: int) -> None:
         """Record that this node ends before the first attempt: those that wait for it need not wait any longer."""
         self._write("left", [code, secrets.token_hex(8), self.node])
@@ -59,11 +68,11 @@ class NodeRegistry:
         return None if last is None or last == self._left_before else (int(last[2]), int(last[0]))
 
     def _last(self, name: str) -> list[Any] | None:
-        """An exit code, a token that differs each time, and the attempt or node that it belongs to."""
+        """An exit code, a token that differs each time, the attempt or node that it belongs to, and other words."""
         found = self._content(name)
         try:
-            code, token, number = found
-            return [int(code), str(token), int(number)]
+            code, token, number, *words = found
+            return [int(code), str(token), int(number), *map(str, words)]
         except (ValueError, TypeError):
             return None
 

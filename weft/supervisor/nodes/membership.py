@@ -90,20 +90,25 @@ class Membership:
             return self.consensus.trouble(time.monotonic())
 
     def remote_end(self) -> Report | None:
-        """The report of another node that has ended this attempt, if any."""
+        """The report of another node that has ended this attempt, if any. Once this node's ranks have stopped, the
+        run's folder is asked too: a node that was silent may not have reported its end."""
         with self._changed:
-            decision = self.consensus.decision
+            decision, halted = self.consensus.decision, self.consensus.own.state == HALTED
             if decision is None:
                 return None
             others = [self.consensus.reports[n] for n in decision.nodes & self.consensus.reports.keys()]
             meant = decision.incarnations  # a node may end before it enters the attempt
-            return next(
+            found = next(
                 (
                     r for r in others
                     if r.state == ENDED and (r.attempt == decision.number or meant.get(str(r.node)) == r.incarnation)
                 ),
                 None,
             )  # fmt: skip
+        if found is not None or not halted or (end := self._registry.end_of(decision.number)) is None:
+            return found
+        node, code, lines = end
+        return Report(node, attempt=decision.number, state=ENDED, code=code, lines=lines)
 
     def left(self) -> tuple[int, int] | None:
         """While the nodes gather: a node that has ended, and its exit code."""
@@ -146,7 +151,7 @@ class Membership:
         """Report the end of the run on this node, and what it prints then."""
         with contextlib.suppress(OSError):
             if self.decision is not None:  # an excluded node does not decide the end of the run
-                self._registry.end(code, self.consensus.newest)
+                self._registry.end(code, self.consensus.newest, lines)
             elif self.consensus.gathering:
                 self._registry.leave_gathering(code)
         self._update(state=ENDED, code=code, lines=tuple(lines))
@@ -155,14 +160,14 @@ class Membership:
         """The exit code that other nodes recorded in the run's folder."""
         return self._registry.ended()
 
-    def known(self, since: float) -> bool:
-        """Whether every visible node (in an attempt: of that attempt) has acknowledged a report sent after `since`."""
+    def known(self, since: float, silent: bool = False) -> bool:
+        """Whether every visible node (in an attempt: of that attempt) has acknowledged a report sent after `since`.
+        With `silent`, the other nodes of an attempt must have, too."""
         with self._changed:
             now, decision = time.monotonic(), self.consensus.decision
             others = decision.nodes - {self.place.node} if decision else self.consensus.reports.keys()
-            return all(
-                self.consensus.acknowledged.get(n, 0.0) > since or not self.consensus.sees(n, now) for n in others
-            )
+            needed = [n for n in others if (silent and decision) or self.consensus.sees(n, now)]
+            return all(self.consensus.acknowledged.get(n, 0.0) > since for n in needed)
 
     def pause(self) -> bool:
         """Announce that ranks will stop so that nodes can join; True once every node has acknowledged it."""
@@ -327,6 +332,8 @@ class Membership:
             return
         if decision is None and self.consensus.elastic and not self._last_attempt_is_over(proposal.nodes):
             return
+        if decision is not None and self.remote_end() is not None:
+            return  # the supervisor ends the run here too
         number = proposal.number if decision is not None else self.claims.newest() + 1
         made = self._decide(Proposal(number, proposal.nodes, proposal.lost, proposal.joined, proposal.why), reports)
         with self._changed:

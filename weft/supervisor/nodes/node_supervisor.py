@@ -367,7 +367,7 @@ class NodeSupervisor(Supervisor):
         """Report the end to the other nodes and wait briefly for their acknowledgement."""
         ended = time.monotonic()
         self.nodes.end(code, lines)
-        while not self.nodes.known(ended) and time.monotonic() < ended + END_NOTICE_S:
+        while not self.nodes.known(ended, silent=True) and time.monotonic() < ended + END_NOTICE_S:
             time.sleep(POLL_S)
         self.sender.close()
         self.closed = True
