@@ -42,8 +42,8 @@ class Late:
     def train(self, index):
         tokens = np.arange(self.length + 1) % 7
         self.read = getattr(self, "read", 0) + 1
-        targets = np.full(self.length, -100) if self.read <= 4 else tokens[1:]  # those of step 1, after two for a check
-        return {"inputs": tokens[:-1], "targets": targets} if self.read < 55 else {"x": 1}
+        targets = np.full(self.length, -100) if self.read <= 6 else tokens[1:]  # those of step 1, after four for checks
+        return {"inputs": tokens[:-1], "targets": targets} if self.read < 57 else {"x": 1}
 
     val = train
 """

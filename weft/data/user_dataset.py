@@ -105,17 +105,22 @@ class UserDataset:
             if not callable(getattr(inner, name, None)):
                 raise self._refuse(f"has no method {name}(index); {_NEEDS}")
         self._given_epoch = _has_parameter(inner.train, "epoch")
-        self.draws = True
+        self.draws = False
         """Whether samples draw from the global generators, which no other thread may use while one is read."""
         try:
-            once, again = self.train(0), self.train(0)
-            if self.val_len:
-                self.val(0)
+            with seeded(self._seed, 0, 0):
+                before = generator_state()
+                once = self.train(0)
+                if self.val_len:
+                    self.val(0)
+                with suppress(Exception):  # it is refused when its turn comes
+                    inner.train(min(1, self.train_len - 1))
+                self.draws = generator_state() != before
+            again = self.train(0)
         except JobError:
             raise
         except (Exception, SystemExit) as error:
             raise _user_code_error(source, "reading its first sample", error) from error
-        self.draws = self._find_draws()
         self.takes_epoch = self._given_epoch or self.draws
         """Whether a training sample depends on the epoch too, as augmented ones do."""
         same = once.keys() == again.keys() and all(once[k].tobytes() == again[k].tobytes() for k in once)
@@ -129,16 +134,6 @@ class UserDataset:
     def val(self, index: int) -> dict[str, np.ndarray]:
         with seeded(self._seed, index, -1) if self.draws else nullcontext():
             return self._sample(self._inner.val, "val", index)
-
-    def _find_draws(self) -> bool:
-        """Whether reading one of the first samples changes a global generator."""
-        reads = [partial(self._inner.train, i) for i in range(min(3, self.train_len))]
-        with seeded(self._seed):
-            before = generator_state()
-            for read in [*reads, *([partial(self._inner.val, 0)] if self.val_len else [])]:
-                with suppress(Exception):  # a sample that cannot be read is refused when its turn comes
-                    read()
-            return generator_state() != before
 
     def _length(self, name: str, least: int) -> int:
         if not hasattr(self._inner, name):

@@ -51,15 +51,19 @@ def check_same_data(job: Job, plan: Plan, dataset: Dataset, mesh: Mesh) -> None:
 def _check_same_samples(plan: Plan, dataset: Dataset, mesh: Mesh) -> None:
     """Refuse a user's dataset whose samples differ between ranks. One with a generator of its own may have others on
     every replica, but not on the ranks of one."""
-    cut = max(plan.tp, plan.cp, plan.pp) > 1
-    own = {index: source.name for index, source in own_sources(dataset).items() if cut or not source.varies}
-    found = mesh.all_gather_json([_summary(dataset.train(index)) for index in own])
-    for place, (index, name) in enumerate(own.items()):
-        other = next((rank for rank, theirs in enumerate(found) if not _alike(theirs[place], found[0][place])), None)
+    own, cut = own_sources(dataset), max(plan.tp, plan.cp, plan.pp) > 1
+    if not own or mesh.world == 1:
+        return
+    found = mesh.all_gather_json([[source.varies, _summary(dataset.train(i))] for i, source in own.items()])
+    for place, (index, source) in enumerate(own.items()):
+        varies, samples = zip(*(theirs[place] for theirs in found), strict=True)
+        if any(varies) and not cut:
+            continue
+        other = next((rank for rank, theirs in enumerate(samples) if not _alike(theirs, samples[0])), None)
         if other is not None:
             raise JobError(
-                f"data.source {name}: ranks 0 and {other} read different samples train({index}); copy the same files "
-                f"to all nodes, and {DRAW_FROM}"
+                f"data.source {source.name}: ranks 0 and {other} read different samples train({index}); copy the same "
+                f"files to all nodes, and {DRAW_FROM}"
             )
 
 

@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
 
 
 def generator_state() -> tuple[bytes, Any, Any]:
     """The states of the three generators; they compare equal if nothing was drawn in between."""
+    import torch
+
     kind, words, *rest = np.random.get_state()
     return (
         torch.default_generator.get_state().numpy().tobytes(),
@@ -28,6 +29,8 @@ def seeded(*key: int) -> Iterator[None]:
 
     No other thread may draw meanwhile.
     """
+    import torch
+
     before = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
     digest = hashlib.blake2b(f"weft sample {key}".encode(), digest_size=24).digest()
     torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
