@@ -488,7 +488,7 @@ def main() -> None:
     gc.disable()
     import numpy.ma  # noqa: F401  np.unique imports it
     import plotly.offline  # noqa: F401
-    import torch
+    import torch._dynamo  # noqa: F401  torch.compiler.reset() would start CUDA
 
     import weft.cli
     import weft.launch.node
@@ -501,7 +501,6 @@ def main() -> None:
     import weft.verify.prove  # noqa: F401
     from weft.comm.teardown import freeze_imports
 
-    torch.compiler.reset()  # imports dynamo
     freeze_imports()
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"forks of a process with {len(threads)} threads may hang"
