@@ -12,10 +12,10 @@ import torch
 from helpers.command import losses, run_of, weft, write_job
 
 from weft.data.dataset import Sample, own_sources
-from weft.data.formats.global_random import generator_state, seeded
 from weft.data.loader import Batch, Loader
 from weft.data.open_dataset import open_dataset
 from weft.data.sample_workers import auto_workers
+from weft.data.user.global_random import generator_state, seeded
 from weft.job import parse_job
 from weft.job.errors import Exit
 

@@ -22,9 +22,6 @@ from weft.watch.journal import read_jsonl
 
 DEADLINE_S = 300.0
 
-LONG_SILENCE = ("resilience.node_lost_s=60",)
-"""For nodes of tests whose subject is not that one of them is lost."""
-
 ENV = {**TEMPLATE_ENV, "COLUMNS": "120"}
 
 
@@ -66,18 +63,8 @@ def python(
 def start_node(folder: Path, node: int, count: int, *overrides: str) -> subprocess.Popen[str]:
     """Start one of several nodes, with one rank on a CPU. On a busy machine it may be silent for some time."""
     env = {**ENV, "NODE_RANK": str(node), "NNODES": str(count), "MASTER_ADDR": "127.0.0.1"}
-    command = [
-        sys.executable,
-        "-m",
-        "weft",
-        "train",
-        "job.yaml",
-        "--nproc",
-        "1",
-        "cluster.device=cpu",
-        *LONG_SILENCE,
-        *overrides,
-    ]
+    words = ["-m", "weft", "train", "job.yaml", "--nproc", "1", "cluster.device=cpu", "resilience.node_lost_s=60"]
+    command = [sys.executable, *words, *overrides]
     return Popen(command, env=env, cwd=folder, stderr=subprocess.PIPE, text=True)
 
 

@@ -32,6 +32,7 @@ class OwnSource(NamedTuple):
 
 
 DRAW_FROM = "draw random numbers from the global generators of torch, NumPy or Python, or from (index, epoch)"
+"""What to do about samples that differ."""
 
 
 def sample_in_epoch(dataset: Dataset, index: int, epoch: int) -> Sample:

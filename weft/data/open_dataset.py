@@ -27,7 +27,7 @@ from weft.data.store import is_store
 from weft.data.tasks.masked_tokens import masked
 from weft.data.tasks.text_pairs import BUCKET_BATCHES
 from weft.data.tokenizer import load_tokenizer
-from weft.data.user_dataset import UserDataset
+from weft.data.user.user_dataset import UserDataset
 from weft.job.errors import JobError
 from weft.job.schema import Job
 

@@ -28,7 +28,7 @@ from weft.data.tasks.labeled_texts import open_labeled_texts
 from weft.data.tasks.text_pairs import open_text_pairs
 from weft.data.text_windows import TextDataset
 from weft.data.tokenizer import Tokenizer, Tokens, load_tokenizer
-from weft.data.user_dataset import open_user_dataset
+from weft.data.user.user_dataset import open_user_dataset
 from weft.data.vision.idx_files import local_idx
 from weft.data.vision.image_captions import open_image_captions, reads_captions
 from weft.data.vision.image_dataset import IMAGE_SOURCES, open_images, reads_images

@@ -19,12 +19,13 @@ from weft.hardware.network import use_loopback
 from weft.job.errors import Exit, MachineError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
+from weft.job.store_path import replace
 from weft.planner.plan import Plan
 from weft.supervisor.attempt import write_start
 from weft.supervisor.failure_report import remove_failures, write_failure
 from weft.supervisor.fork_server import ForkedProcess, ForkServer, as_subreaper
 from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER, rank_module
-from weft.supervisor.memory_folder import memory_folder, write_file
+from weft.supervisor.memory_folder import memory_folder
 from weft.supervisor.run_lock import RunLock
 from weft.supervisor.status_board import PHASES, TRAINING, StatusBoard
 from weft.supervisor.stop_signals import KILL_AFTER_INTERRUPTS, STOP_CODES, SignalForwarder, signals_blocked
@@ -77,7 +78,7 @@ def pointer_path(run: RunDir, node: str = "") -> Path:
 
 def _write_pointer(run: RunDir, folder: Path, node: str) -> None:
     content = {"folder": str(folder), "run": str(run.path.resolve()), "manager": os.getpid()}
-    write_file(pointer_path(run, node), json.dumps(content))
+    replace(pointer_path(run, node), json.dumps(content).encode())
 
 
 def _read_final_lines(folder: Path) -> list[str]:

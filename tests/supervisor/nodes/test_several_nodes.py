@@ -240,7 +240,7 @@ def test_first_node_says_why_a_rank_of_another_failed(tmp_path: Path) -> None:
 
 
 def test_lost_node_says_why_its_rank_failed(tmp_path: Path) -> None:
-    """The others go on without it meanwhile, and leave its files alone."""
+    """The others go on without it meanwhile, and remove the failure records of the run's folder."""
     write_job(
         tmp_path, model={"module": "helpers.own_models:RaisesWhenAsked"}, data={"seq_len": 8},
         train={"global_batch": 4, "steps": 1_000_000, "eval_every": 0}, resilience={"spares": 0},

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from weft.data.dataset import OwnSource
-from weft.data.formats.global_random import generator_state, seeded
-from weft.data.formats.map_style import MapStyle, as_dataset
+from weft.data.user.global_random import generator_state, seeded
+from weft.data.user.map_style import MapStyle, as_dataset
 from weft.data.vision.patches import image_patches, with_token_row
 from weft.job.errors import JobError
 from weft.job.schema import Job, Model

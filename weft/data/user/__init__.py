@@ -1,0 +1,1 @@
+"""Datasets of users, named by `data.source: package.module:name`."""
