@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from weft.data.dataset import Dataset, Sample, sample_in_epoch
+from weft.data.file_positions import read_positions, reopen
 from weft.data.sampler import Ints
-from weft.data.user.open_files import read_positions, reopen
 
 CHUNK_SAMPLES = 16
 """Samples that a worker reads for one message."""
