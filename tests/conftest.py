@@ -136,7 +136,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
     """in_process(folder, "plan", …) runs a command in this process: a second less than in one of its own."""
     from helpers.command import Output
 
-    from weft.cli import main
+    from weft.cli.main import main
 
     def call(folder: Path, *args: str) -> Output:
         monkeypatch.chdir(folder)

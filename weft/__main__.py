@@ -16,7 +16,7 @@ def main() -> None:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, lambda number, frame: os._exit(preempted))
-    from weft.cli import main as run_command
+    from weft.cli.main import main as run_command
 
     run_command()
 

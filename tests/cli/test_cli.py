@@ -61,7 +61,7 @@ def command(folder: Path, in_process: Callable[..., Output]) -> Command:
 def test_help_plans_and_schemas_import_no_torch(folder: Path) -> None:
     code = (
         "import sys\n"
-        "from weft.cli import main\n"
+        "from weft.cli.main import main\n"
         "for line in ('--help', 'train --help', 'data build --help', 'schema', 'recipes', 'plan demo',\n"
         "             'plan demo --json', 'plan job.yaml --nproc 2', 'train nothing', 'report nothing', 'dmo'):\n"
         "    sys.argv = ['weft', *line.split()]\n"
@@ -247,7 +247,7 @@ def test_a_closed_pipe_is_not_an_error(folder: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     code = (
-        "import os, sys; os.dup2(int(sys.argv[1]), 1); sys.argv = ['weft', 'schema']; from weft.cli import main; main()"
+        "import os, sys; os.dup2(int(sys.argv[1]), 1); sys.argv = ['weft', 'schema']; from weft.cli.main import main; main()"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(write)],

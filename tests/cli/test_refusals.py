@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from helpers.command import ENV, Output, python, write_job
 
-from weft.cli import main
+from weft.cli.main import main
 from weft.job import JobError, load_job
 from weft.job.errors import Exit
 

@@ -105,7 +105,7 @@ def shared_memory(started: Started) -> set[Path]:
 WITHOUT_SOCKETS = """
 import sys
 import psutil
-from weft.cli import main
+from weft.cli.main import main
 
 addresses = []
 

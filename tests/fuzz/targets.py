@@ -285,7 +285,7 @@ def _fail_to_profile(job: Any, nproc: Any, steps: Any, log: Callable[[str], None
 
 
 def _command(args: list[str], folder: Path) -> None:
-    from weft.cli import main
+    from weft.cli.main import main
 
     results = {
         "weft.launch.train.start": Exit.DONE, "weft.launch.train.join": Exit.DONE,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from weft.cli import app
+from weft.cli.main import make_app
 from weft.hardware.measured import load_measured
 from weft.job.errors import JobError
 from weft.planner.time.streaming import Links
@@ -16,7 +16,7 @@ from weft.planner.time.streaming import Links
 
 def test_quick_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["calibrate", "--quick", "--json"])
+    done = CliRunner().invoke(make_app(), ["calibrate", "--quick", "--json"])
     assert done.exit_code == 0, done.output
     reported = json.loads(done.stdout)
     found = load_measured(reported["name"])

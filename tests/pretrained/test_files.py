@@ -19,7 +19,7 @@ from helpers.forked_python import TEMPLATE_ENV, Popen
 from safetensors.torch import load_file, save_file
 
 import weft
-from weft.cli import main
+from weft.cli.main import main
 from weft.job.errors import JobError
 from weft.pretrained.checkpoint_folder import find_folder
 from weft.pretrained.config import read_fields

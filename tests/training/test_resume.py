@@ -239,7 +239,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(folder: Path) -> 
     """No file may grow beyond 40 KB, as on a full disk."""
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000)); "
-        "from weft.cli import main; sys.argv[0] = 'weft'; main()"
+        "from weft.cli.main import main; sys.argv[0] = 'weft'; main()"
     )
     job = ("job.yaml", "name=full", ALONE, "train.steps=3", "train.eval_every=0", "model.ffn=2048")
     result = python(folder, "-c", code, "train", *job)

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from weft.cli import app
+from weft.cli.main import make_app
 from weft.job import parse_job
 from weft.job.errors import JobError
 from weft.job.schema import Job
@@ -276,7 +276,7 @@ def test_a_module_of_a_persons_own() -> None:
 
 
 def test_json_output() -> None:
-    done = CliRunner().invoke(app, ["dryrun", "tiny", "--world", "4", "--rank", "3", "--json"])
+    done = CliRunner().invoke(make_app(), ["dryrun", "tiny", "--world", "4", "--rank", "3", "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert (found["world"], found["rank"]) == (4, 3)

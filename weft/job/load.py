@@ -12,7 +12,7 @@ import yaml
 
 from weft.job.errors import JobError
 from weft.job.model import expand_model
-from weft.job.registry import import_extensions
+from weft.job.extensions import import_extensions
 from weft.job.schema import Job
 from weft.job.section import plain_types
 from weft.job.sync import expand

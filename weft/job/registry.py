@@ -1,17 +1,14 @@
-"""Registries: things that come in kinds (optimizers, compressors, model families, …), one entry for each kind.
+"""Registries: one for each kind of thing that can be added (optimizer, source, command, …), with one entry a thing.
 
 An entry holds what the job schema, the planner, the documentation and the engine need to know. Entries do not import
-torch: what builds the thing is named as `module:function` and imported only where it is used.
+torch: what builds the thing is named as `module:function` and imported only where it is used. The core's entries stand
+in one module; extensions (`weft/job/extensions.py`) register theirs and are imported when a name is not the core's.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
-import os
-import re
-import sys
-import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -19,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from weft.job.errors import JobError
+from weft.job.extensions import load_extensions
 
 
 class Named(Protocol):
@@ -33,38 +30,47 @@ E = TypeVar("E", bound=Named)
 
 
 class Registry(Generic[E]):
-    """Entries by name, in the order of registration. The module of the built-in ones is imported on first use."""
+    """Entries by name, in the order of registration."""
 
     def __init__(self, field: str, builtin: str):
+        """`builtin`: the module that registers the core's entries, imported on first use."""
         self.field = field
-        """The job field that takes one of the names."""
+        """The job field that takes one of the names, or the kind of thing."""
         self._builtin: str | None = builtin
         self._entries: dict[str, E] = {}
 
     def register(self, entry: E) -> E:
         """Add an entry; a ValueError if its name is taken."""
-        self._load()
+        self._load_core()
         if entry.name in self._entries:
             raise ValueError(f"{self.field} {entry.name!r} is already registered")
         self._entries[entry.name] = entry
         return entry
 
     def __getitem__(self, name: str) -> E:
-        self._load()
+        if name not in self:
+            raise KeyError(name)
         return self._entries[name]
 
     def __contains__(self, name: object) -> bool:
-        self._load()
+        self._load_core()
+        if name not in self._entries:
+            load_extensions()
         return name in self._entries
 
     def __iter__(self) -> Iterator[E]:
-        self._load()
+        self._load_core()
+        load_extensions()
+        return iter(list(self._entries.values()))
+
+    def core(self) -> Iterator[E]:
+        """The entries that are registered so far: those of the core, without importing extensions."""
+        self._load_core()
         return iter(list(self._entries.values()))
 
     def names(self) -> tuple[str, ...]:
         """Every name."""
-        self._load()
-        return tuple(self._entries)
+        return tuple(entry.name for entry in self)
 
     def check(self, name: str) -> str:
         """The name if it is registered, else a ValueError with what it must be."""
@@ -72,7 +78,7 @@ class Registry(Generic[E]):
             raise ValueError(f"must be {listed(self.names())}{did_you_mean(name, self.names())}")
         return name
 
-    def _load(self) -> None:
+    def _load_core(self) -> None:
         if (module := self._builtin) is not None:
             self._builtin = None
             importlib.import_module(module)
@@ -101,37 +107,3 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`; did you mean …?`, or nothing where no known name is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""
-
-
-def find_object(spec: str, what: str) -> Any:
-    """The object behind `package.module:name`; the current folder is searched too. `what` names the field in errors."""
-    module_name, _, name = spec.partition(":")
-    module = import_module(module_name, f"{what}={spec!r}")
-    if not hasattr(module, name):
-        raise JobError(f"{what}={spec!r}: {module_name} has no {name!r}")
-    return getattr(module, name)
-
-
-def import_module(name: str, what: str) -> Any:
-    """A module by its dotted name, from the current folder too; a JobError that starts with `what` if that fails."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise JobError(f"{what}: cannot import {name}: {error}") from error
-    except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"` may exit
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        kind = type(error).__name__
-        raise JobError(f"{what}: importing {name} raised {kind}: {error} ({at.filename}:{at.lineno})") from error
-
-
-MODULE_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-
-
-def import_extensions(names: Any) -> None:
-    """Import the modules of a job's `extensions`, which register entries of their own. Only for jobs that the user
-    gave: names found in a checkpoint are never imported."""
-    for name in names if isinstance(names, list | tuple) else ():
-        if isinstance(name, str) and MODULE_NAME.fullmatch(name):
-            import_module(name, f"extensions: {name}")

@@ -28,7 +28,7 @@ from weft.job.model_parts.table_settings import EmbeddingTable, TableOptim
 from weft.job.model_parts.tower_settings import TowerShape
 from weft.job.optim import Optim
 from weft.job.parallel import Parallel
-from weft.job.registry import MODULE_NAME
+from weft.job.extensions import MODULE_NAME
 from weft.job.resilience import Resilience
 from weft.job.section import Section
 from weft.job.sync import Sync

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.job.model import FAMILIES
-from weft.job.registry import find_object
+from weft.job.import_by_name import find_object
 from weft.job.schema import Model
 from weft.models.encoder_decoder import EncoderDecoder, shifted_right
 from weft.models.lora import add_adapters

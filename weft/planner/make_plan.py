@@ -10,7 +10,7 @@ from weft.hardware.catalog import Device, find_network
 from weft.hardware.probe import probe
 from weft.job.compression import parse_compression
 from weft.job.errors import FitError, JobError
-from weft.job.registry import find_object
+from weft.job.import_by_name import find_object
 from weft.job.schema import Job
 from weft.job.shapes import resolve
 from weft.planner.advice.expert_placement import with_copies

@@ -20,7 +20,7 @@ from weft.comm.compression.codec_base import (
 from weft.comm.compression.integer_codec import Integers
 from weft.comm.compression.sparse_codec import Largest
 from weft.job.compression import Compression, share_of
-from weft.job.registry import find_object
+from weft.job.import_by_name import find_object
 from weft.planner.engine_constants import NOISE_VALUES
 
 

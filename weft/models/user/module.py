@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from weft.comm.axis import Axis
 from weft.job.errors import JobError
-from weft.job.registry import find_object, listed
+from weft.job.import_by_name import find_object
+from weft.job.registry import listed
 from weft.job.schema import Model
 from weft.models.user.named_losses import Batch, losses_of, sample_numbers, task_loss_sum
 from weft.models.user.sample_tree import TARGET_NAMES, unflatten

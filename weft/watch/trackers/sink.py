@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from weft.job.registry import find_object
+from weft.job.import_by_name import find_object
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.job.watch import TRACKERS

@@ -1,0 +1,77 @@
+"""The commands of `weft`, one entry each. Extensions register theirs in their own folder."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from weft.job.registry import Registry
+
+SECTIONS = ("Train", "Plan and prove", "Watch", "Results", "Data and machine")
+"""Headings of `weft --help`, in order."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command, of one word or two."""
+
+    name: str
+    """What is typed after `weft`, such as `train` or `data build`."""
+    function: str
+    """`module:function`; its docstring is the help text. Imported when the command is used or listed."""
+    section: str
+    """Its heading in `weft --help`, one of SECTIONS."""
+    group_help: str = ""
+    """For a command of two words: the help text of the first, if no command has that name."""
+
+    @property
+    def group(self) -> str:
+        """The first word."""
+        return self.name.split()[0]
+
+    def load(self) -> Callable[..., Any]:
+        """The function, imported."""
+        module, name = self.function.split(":")
+        loaded: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return loaded
+
+
+COMMANDS: Registry[Command] = Registry("command", __name__)
+
+TRAIN, PLAN, WATCH, RESULTS, MACHINE = SECTIONS
+
+for name, function, section in (
+    ("train", "train:train", TRAIN),
+    ("launch", "launching:launch", TRAIN),
+    ("attach", "launching:attach", TRAIN),
+    ("stop", "launching:stop", TRAIN),
+    ("plan", "planning:plan", PLAN),
+    ("estimate", "planning:estimate", PLAN),
+    ("prove", "train:prove", PLAN),
+    ("dryrun", "planning:dryrun", PLAN),
+    ("runs", "launching:runs", WATCH),
+    ("logs", "launching:logs", WATCH),
+    ("report", "results:report", WATCH),
+    ("generate", "results:generate", RESULTS),
+    ("import", "results:import_", RESULTS),
+    ("export", "results:export", RESULTS),
+    ("recipes", "machine:recipes", MACHINE),
+    ("lesson", "machine:lesson", MACHINE),
+    ("schema", "machine:schema", MACHINE),
+    ("doctor", "machine:doctor", MACHINE),
+    ("calibrate", "planning:calibrate", MACHINE),
+):
+    COMMANDS.register(Command(name, f"weft.cli.{function}", section))
+
+for name, function, help_text in (
+    ("data build", "data:data_build", "Build and convert token stores."),
+    ("data convert", "data:data_convert", "Build and convert token stores."),
+    ("bench step", "bench:bench_step", "Measure this machine."),
+    ("bench collectives", "bench:bench_collectives", "Measure this machine."),
+    ("bench scaling", "bench:bench_scaling", "Measure this machine."),
+    ("bench tiers", "bench:bench_tiers", "Measure this machine."),
+    ("bench power", "bench:bench_power", "Measure this machine."),
+):
+    COMMANDS.register(Command(name, f"weft.cli.{function}", MACHINE, help_text))
