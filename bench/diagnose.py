@@ -148,7 +148,7 @@ def healthy(folder: Path, number: int) -> Path:
 def two_hosts(number: int) -> Iterator[Any]:
     """Two network namespaces with a slow link."""
     sys.path.insert(0, str(ROOT))
-    from weft.chaos.virtual_hosts import VirtualHosts
+    from weft.extensions.chaos.virtual_hosts import VirtualHosts
 
     with VirtualHosts(2, mbit=LINK_MBIT[number % len(LINK_MBIT)]) as hosts:
         yield hosts

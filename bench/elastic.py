@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from weft.chaos.virtual_hosts import VirtualHosts
+from weft.extensions.chaos.virtual_hosts import VirtualHosts
 from weft.job.run_folder import RunDir
 from weft.watch.journal import read_jsonl
 

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from weft.chaos.virtual_hosts import VirtualHosts  # noqa: E402
+from weft.extensions.chaos.virtual_hosts import VirtualHosts  # noqa: E402
 
 PORT = 29873
 

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
+from weft.extensions.published.framework import Framework, framework_of, load_framework, with_states
+from weft.extensions.published.row_arrays import gather_rows
+from weft.extensions.published.rows import PublishedRun, read_table
 from weft.hardware.probe import GIB
 from weft.planner.calibration import CALIBRATION_FOLDER, Calibration
 from weft.planner.memory.framework_memory import framework_memory
-from weft.planner.published.framework import Framework, framework_of, load_framework, with_states
-from weft.planner.published.row_arrays import gather_rows
-from weft.planner.published.rows import PublishedRun, read_table
 
 VERDICT_STEEPNESS = 25.0
 """How steeply the cost of a wrong verdict rises with its distance from the limit."""

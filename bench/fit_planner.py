@@ -18,12 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
+from weft.extensions.published.fitting import fit, profile
+from weft.extensions.published.framework import Framework, calibration_of, device_name, framework_of
+from weft.extensions.published.row_arrays import estimate_rows
+from weft.extensions.published.rows import PublishedRun, read_table
+from weft.extensions.published.score import must_recompute, with_full_recompute
 from weft.planner.calibration import CALIBRATION_FOLDER, Calibration, load_calibration
-from weft.planner.published.fitting import fit, profile
-from weft.planner.published.framework import Framework, calibration_of, device_name, framework_of
-from weft.planner.published.row_arrays import estimate_rows
-from weft.planner.published.rows import PublishedRun, read_table
-from weft.planner.published.score import must_recompute, with_full_recompute
 
 MATMUL = ("matmul", "wave", "depth")
 LINKS = ("link", "network", "latency", "jitter")

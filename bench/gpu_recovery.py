@@ -24,8 +24,8 @@ from typing import Any
 
 from gpu_common import facts, make_parser, parse, write_results
 
-from weft.chaos.experiment import ExperimentResult, run_experiment, same_weights, undisturbed
-from weft.chaos.fault_injector import Experiment
+from weft.extensions.chaos.experiment import ExperimentResult, run_experiment, same_weights, undisturbed
+from weft.extensions.chaos.fault_injector import Experiment
 from weft.job import apply_overrides, parse_job
 from weft.job.errors import WeftError
 from weft.job.run_folder import RunDir

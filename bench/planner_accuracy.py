@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from weft.planner.published.framework import load_framework
-from weft.planner.published.rows import PublishedRun, read_table
-from weft.planner.published.score import errors, predict, score, score_table
+from weft.extensions.published.framework import load_framework
+from weft.extensions.published.rows import PublishedRun, read_table
+from weft.extensions.published.score import errors, predict, score, score_table
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c564b", "#7f7f7f", "#bcbd22")

@@ -31,7 +31,7 @@ def loss_at(output: list[list[float]], seconds: float) -> float:
 
 
 def main() -> None:
-    from weft.chaos.virtual_hosts import VirtualHosts
+    from weft.extensions.chaos.virtual_hosts import VirtualHosts
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40)

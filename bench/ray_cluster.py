@@ -20,8 +20,8 @@ from pathlib import Path
 import psutil
 import yaml
 
+from weft.extensions.ray.ray_driver import RayRun, bundle_of
 from weft.job.run_folder import RunDir
-from weft.launch.targets.ray_driver import RayRun, bundle_of
 from weft.watch.journal import read_jsonl
 
 STEPS = 30

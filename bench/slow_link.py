@@ -97,7 +97,7 @@ def ddp(path: str, out: str) -> None:
 
 def run_on(hosts: Any, command: list[str], folder: Path, limit_s: float) -> int:
     """Run the command under torchrun on both hosts; returns the bytes that the first one sent."""
-    from weft.chaos.virtual_hosts import LINK
+    from weft.extensions.chaos.virtual_hosts import LINK
 
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent), "GLOO_SOCKET_IFNAME": LINK}
     before, started, cores = hosts.sent(0), [], sorted(os.sched_getaffinity(0))
@@ -157,7 +157,7 @@ def reached(output: list[list[float]], target: float) -> tuple[float, float]:
 
 
 def main() -> None:
-    from weft.chaos.virtual_hosts import VirtualHosts
+    from weft.extensions.chaos.virtual_hosts import VirtualHosts
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ddp", nargs=2)

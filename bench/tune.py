@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from weft.extensions.tune.successive_halving import Trial
+from weft.extensions.tune.trial_runner import open_trials
+from weft.extensions.tune.trial_runs import TuneOptions, run_trials, tune
 from weft.job.load import load_job
-from weft.tune.packed_trials import trial_queue
-from weft.tune.successive_halving import Trial
-from weft.tune.trial_runs import TuneOptions, run_trials, tune
 
 LOW, HIGH = 1e-5, 1e-1
 
@@ -40,8 +40,8 @@ def grid(name: str, folder: Path, steps: int, count: int) -> list[Trial]:
     """Full runs of evenly spaced rates."""
     rates = [LOW * (HIGH / LOW) ** (i / (count - 1)) for i in range(count)]
     trials = [Trial(i, {"optim.lr": float(f"{rate:.4g}")}) for i, rate in enumerate(rates)]
-    with trial_queue(load_job(name)) as queue:
-        losses = run_trials(name, (), trials, steps, 1, folder, queue, print)
+    with open_trials(load_job(name)) as runner:
+        losses = run_trials(name, (), trials, steps, 1, folder, runner, print)
     for trial, loss in zip(trials, losses, strict=True):
         trial.loss, trial.steps = loss, steps
     return sorted(trials, key=lambda trial: trial.loss)

@@ -23,7 +23,7 @@ from statistics import fmean, median
 from typing import Any
 
 import weft
-from weft.convert.settings import Result, Rule, Settings, Table, find_rule
+from weft.extensions.convert.settings import Result, Rule, Settings, Table, find_rule
 from weft.job import parse_job
 from weft.job.errors import JobError
 
@@ -34,7 +34,7 @@ BLOCK = re.compile(r"(<!-- made: ([\w -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 def faults() -> str:
     """The kinds of faults that `weft chaos` injects."""
-    from weft.chaos.faults import KINDS
+    from weft.extensions.chaos.faults import KINDS
 
     return "\n".join(
         ["| kind | what happens |", "|---|---|", *(f"| `{name}` | {k.what} |" for name, k in KINDS.items())]
@@ -282,12 +282,12 @@ def what_fits() -> str:
 def own_code() -> str:
     """What the adapters of other libraries take, ignore and refuse, from the tables that they apply."""
     from weft import hvd
-    from weft.adapters import accelerator, lightning_callbacks, lightning_loop
-    from weft.adapters.deepspeed_engine import DeepSpeedEngine
-    from weft.adapters.hf_arguments import HANDLED, WITHOUT_EFFECT
-    from weft.adapters.hf_trainer import WeftTrainer
-    from weft.convert.deepspeed import DEEPSPEED
-    from weft.convert.training_arguments import TABLE
+    from weft.extensions.adapters import accelerator, lightning_callbacks, lightning_loop
+    from weft.extensions.adapters.deepspeed_engine import DeepSpeedEngine
+    from weft.extensions.adapters.hf_arguments import HANDLED, WITHOUT_EFFECT
+    from weft.extensions.adapters.hf_trainer import WeftTrainer
+    from weft.extensions.convert.deepspeed import DEEPSPEED
+    from weft.extensions.convert.training_arguments import TABLE
 
     def names(found: Iterable[str]) -> str:
         return ", ".join(f"`{name}`" for name in sorted(found)) or "none"

@@ -25,7 +25,7 @@ WORDS = re.compile("|".join(MODULES | BUILTINS | OBJECT_COLLECTIVES | SHELLS | U
 """A file without any of these has nothing to find and is not parsed."""
 ALLOWED = {
     "weft/checkpoint/dcp_internals.py imports pickle": "the index of DCP is a pickle; only listed names are read",
-    "weft/watch/dash/run_catalog.py calls yaml.load, which can build objects": "with the safe loader, in C",
+    "weft/watch/runs/run_catalog.py calls yaml.load, which can build objects": "with the safe loader, in C",
 }
 """Exceptions, each with its reason."""
 

@@ -22,9 +22,9 @@ _MODULES = {
     "load": "weft.checkpoint.save_load",
     "train": "weft.launch.train",
     "from_hf": "weft.pretrained.reader",
-    "Accelerator": "weft.adapters.accelerator",
-    "initialize": "weft.adapters.deepspeed_engine",
-    "WeftTrainer": "weft.adapters.hf_trainer",
+    "Accelerator": "weft.extensions.adapters.accelerator",
+    "initialize": "weft.extensions.adapters.deepspeed_engine",
+    "WeftTrainer": "weft.extensions.adapters.hf_trainer",
 }
 
 __all__ = [*_MODULES]

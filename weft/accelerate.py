@@ -1,5 +1,5 @@
 """For loops written for Hugging Face Accelerate: `from weft.accelerate import Accelerator`."""
 
-from weft.adapters.accelerator import Accelerator, set_seed
+from weft.extensions.adapters.accelerator import Accelerator, set_seed
 
 __all__ = ["Accelerator", "set_seed"]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from weft.adapters.lightning_loop import Loops, fit
+from weft.extensions.adapters.lightning_loop import Loops, fit
 from weft.job.errors import MachineError
 
 __all__ = ["Loops", "fit"]
@@ -12,7 +12,7 @@ def __getattr__(name: str) -> Any:
     if name != "WeftStrategy":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from weft.adapters.lightning_strategy import WeftStrategy
+        from weft.extensions.adapters.lightning_strategy import WeftStrategy
     except ImportError as error:
         raise MachineError(f"WeftStrategy needs Lightning ({error}); pip install lightning") from None
     return WeftStrategy

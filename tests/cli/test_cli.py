@@ -247,7 +247,8 @@ def test_a_closed_pipe_is_not_an_error(folder: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     code = (
-        "import os, sys; os.dup2(int(sys.argv[1]), 1); sys.argv = ['weft', 'schema']; from weft.cli.main import main; main()"
+        "import os, sys; os.dup2(int(sys.argv[1]), 1); sys.argv = ['weft', 'schema']; "
+        "from weft.cli.main import main; main()"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(write)],

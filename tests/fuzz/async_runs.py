@@ -15,14 +15,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import weft.server.worker  # noqa: F401
+import weft.extensions.server.worker  # noqa: F401
 from weft.checkpoint.format import newest_good
+from weft.extensions.server.main import run_process
+from weft.extensions.server.rendezvous import prepare_rendezvous
 from weft.job import parse_job
 from weft.job.run_folder import RunDir
 from weft.launch.run_files import RunFiles
 from weft.launch.train import prepare
-from weft.server.main import run_process
-from weft.server.rendezvous import prepare_rendezvous
 from weft.training.rank import exit_process, import_training
 
 END_S = 120.0

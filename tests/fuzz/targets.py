@@ -161,7 +161,7 @@ def _ignore(value: Any) -> None:
 
 def syntax(rng: random.Random, folder: Path) -> None:
     """Layouts, faults and compressors in their own small languages."""
-    from weft.chaos.faults import parse
+    from weft.extensions.chaos.faults import parse
     from weft.job.compression import parse_compression
     from weft.planner.rules.layout_syntax import parse_layouts
 
@@ -272,9 +272,9 @@ def _sandbox(folder: Path) -> None:
 def _import_commands() -> None:
     """Import what commands use, outside the time limit: an interrupted import of torch cannot be repeated."""
     for name in (
-        "weft.cli.views.chaos", "weft.cli.views.prove", "weft.launch.node", "weft.launch.train", "weft.watch.report",
-        "weft.measure.collectives", "weft.measure.step_profile", "weft.verify.dryrun", "weft.training.generate",
-        "weft.data.build_store", "weft.measure.calibrate",
+        "weft.extensions.chaos.view", "weft.cli.views.prove", "weft.launch.node", "weft.launch.train",
+        "weft.watch.report", "weft.measure.collectives", "weft.measure.step_profile", "weft.verify.dryrun",
+        "weft.training.generate", "weft.data.build_store", "weft.measure.calibrate",
     ):  # fmt: skip
         importlib.import_module(name)
 
@@ -290,7 +290,7 @@ def _command(args: list[str], folder: Path) -> None:
     results = {
         "weft.launch.train.start": Exit.DONE, "weft.launch.train.join": Exit.DONE,
         "weft.launch.node.start_node": Exit.DONE,
-        "weft.cli.views.prove.prove": [], "weft.cli.views.chaos.run_and_show": 0,
+        "weft.cli.views.prove.prove": [], "weft.extensions.chaos.view.run_and_show": 0,
         "weft.measure.collectives.run_and_show": None, "weft.measure.calibrate.run_and_show": None,
         "subprocess.run": mock.Mock(returncode=0), "signal.signal": None, "atexit.register": None,
         "plotly.offline.get_plotlyjs": "",
@@ -416,10 +416,10 @@ def side_files(rng: random.Random, folder: Path) -> None:
 
 def tables(rng: random.Random, folder: Path) -> None:
     """Catalogs, tables of published runs, calibrations and measurements."""
+    from weft.extensions.published.rows import read_table
     from weft.hardware.catalog import FILE, read_catalog
     from weft.hardware.measured import SHIPPED, load_measured
     from weft.planner.calibration import load_calibration
-    from weft.planner.published.rows import read_table
 
     catalog, table = folder / "catalog.yaml", folder / "table.csv"
     calibration, measured = folder / "weft.json", folder / "hardware" / "h200-sxm.json"

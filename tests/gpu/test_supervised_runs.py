@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from weft.chaos.experiment import run_experiment
-from weft.chaos.fault_injector import Experiment
+from weft.extensions.chaos.experiment import run_experiment
+from weft.extensions.chaos.fault_injector import Experiment
 from weft.job import parse_job
 
 JOB: dict[str, Any] = {

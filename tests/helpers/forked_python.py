@@ -491,9 +491,9 @@ def main() -> None:
     import torch._dynamo  # noqa: F401  torch.compiler.reset() would start CUDA
 
     import weft.cli
+    import weft.extensions.server.main
     import weft.launch.node
     import weft.launch.train
-    import weft.server.main
     import weft.supervisor.nodes.node_supervisor
     import weft.supervisor.supervisor
     import weft.training.loop

@@ -11,10 +11,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft.hvd as hvd
-from weft.adapters.accelerator import Accelerator
-from weft.adapters.deepspeed_accelerator import get_accelerator
-from weft.adapters.deepspeed_engine import initialize
-from weft.adapters.lightning_loop import fit
+from weft.extensions.adapters.accelerator import Accelerator
+from weft.extensions.adapters.deepspeed_accelerator import get_accelerator
+from weft.extensions.adapters.deepspeed_engine import initialize
+from weft.extensions.adapters.lightning_loop import fit
 from weft.job.schema import Job, Optim, Parallel
 
 STEPS = 4

@@ -17,9 +17,9 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from weft.launch.queue.claim import Claim, claim
-from weft.launch.queue.queue_folder import QueueFolder
-from weft.launch.queue.records import Capacity, QueuedGpu, QueueSettings, Request
+from weft.extensions.queue.claim import Claim, claim
+from weft.extensions.queue.queue_folder import QueueFolder
+from weft.extensions.queue.records import Capacity, QueuedGpu, QueueSettings, Request
 
 PROCESSES, CLAIMS, KILLS = 20, 200, 60
 MACHINE = Capacity(tuple(QueuedGpu(f"GPU-{i}", "test", 80.0) for i in range(3)), (0, 1, 2, 3), 16.0)

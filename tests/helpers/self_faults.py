@@ -65,7 +65,7 @@ def _kill_supervisor(device: torch.device) -> None:
 
 def inject(session: Session) -> None:
     """Add the faults of the orders to this session. Those of the phase "evaluation" count the step after it."""
-    from weft.chaos.rank_faults import ACTIONS, VARIABLE, FaultyStepper, arm
+    from weft.extensions.chaos.rank_faults import ACTIONS, VARIABLE, FaultyStepper, arm
 
     ACTIONS |= {"kill": _send(signal.SIGKILL), "stop": _send(signal.SIGSTOP), "supervisor": _kill_supervisor}
     ACTIONS |= {"exit": lambda device: os._exit(0)}

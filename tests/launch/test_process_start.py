@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from weft.extensions.queue.processes import is_stopped
 from weft.launch.policy import POLICY_FILE, policy_process
 from weft.launch.process_start import own_record, running_process
-from weft.launch.queue.processes import is_stopped
 from weft.launch.targets.driver import DRIVER_FILE
 from weft.launch.targets.process_target import _driver
 

@@ -12,7 +12,7 @@ from helpers import parity
 from helpers.command import ENV, losses, run_of, write_job
 from helpers.forked_python import Popen
 
-from weft.chaos.virtual_hosts import VirtualHosts
+from weft.extensions.chaos.virtual_hosts import VirtualHosts
 from weft.hardware.network import GLOO, NCCL, InterfaceChoice, choose, export_interface, interfaces
 from weft.launch.rank_pool import RankPool
 

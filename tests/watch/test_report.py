@@ -14,12 +14,12 @@ import torch
 from weft.job.run_folder import RunDir
 from weft.training.metrics import measured_figures, unit_of_targets
 from weft.watch.closing_lines import closing_lines
-from weft.watch.dash.run_catalog import RunEntry
 from weft.watch.figures.slices import group, parse_slices, slice_map, slice_numbers, spans
 from weft.watch.figures.steps import figures, smooth, thin
 from weft.watch.journal import Journal, read_metrics
 from weft.watch.report import write_report
 from weft.watch.report_summary import describe_layout, key_figures, measured, status_of, total_tokens
+from weft.watch.runs.run_catalog import RunEntry
 
 Make = Callable[..., Any]
 

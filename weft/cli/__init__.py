@@ -1,1 +1,1 @@
-"""The command line: one module a command group, and every terminal view. Commands import what they use when they run."""
+"""The command line: one module a command group, and the terminal views. Commands import what they use when they run."""

@@ -235,10 +235,11 @@ def export(
 
 def _export_metrics(run: str, tracker: str, out: Path | None, as_json: bool) -> None:
     from weft.job.errors import JobError
+    from weft.job.import_by_name import find_object
     from weft.job.load import load_job
     from weft.job.run_folder import find_run
+    from weft.job.watch import TRACKERS
     from weft.watch.follower import check_trackers
-    from weft.watch.trackers.sink import export_to_tracker
 
     folder = find_run(run)
     if out is not None and tracker != "tensorboard":
@@ -250,7 +251,7 @@ def _export_metrics(run: str, tracker: str, out: Path | None, as_json: bool) -> 
     job = load_job(str(folder.job))
     check_trackers(job.model_copy(update={"watch": job.watch.model_copy(update={"trackers": [tracker]})}))
     clean_up_on_interrupt()
-    steps, where = export_to_tracker(folder, job, tracker, out)
+    steps, where = find_object(TRACKERS[tracker].export, "--to")(folder, job, tracker, out)
     if as_json:
         print_json({"path": where, "steps": steps})
     else:

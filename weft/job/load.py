@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from weft.job.errors import JobError
-from weft.job.model import expand_model
 from weft.job.extensions import import_extensions
+from weft.job.model import expand_model
 from weft.job.schema import Job
 from weft.job.section import plain_types
 from weft.job.sync import expand

@@ -52,6 +52,10 @@ class Registry(Generic[E]):
             raise KeyError(name)
         return self._entries[name]
 
+    def get(self, name: str) -> E | None:
+        """The entry of this name, or None."""
+        return self._entries[name] if name in self else None
+
     def __contains__(self, name: object) -> bool:
         self._load_core()
         if name not in self._entries:
@@ -97,10 +101,10 @@ class NameIn:
         return {**handler(schema), "enum": list(self.registry.names())}
 
 
-def listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str], word: str = "or") -> str:
     """`a, b or c`."""
     *most, last = names
-    return f"{', '.join(most)} or {last}" if most else last
+    return f"{', '.join(most)} {word} {last}" if most else last
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

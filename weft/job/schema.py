@@ -10,6 +10,7 @@ from weft.job.checkpoint import Checkpoint
 from weft.job.cluster import Cluster, DeviceGroup, Failures, TopologyLevel
 from weft.job.comm import Comm
 from weft.job.data import Data
+from weft.job.extensions import MODULE_NAME
 from weft.job.launch.launch_settings import (
     KubernetesOptions,
     LaunchPolicy,
@@ -28,7 +29,6 @@ from weft.job.model_parts.table_settings import EmbeddingTable, TableOptim
 from weft.job.model_parts.tower_settings import TowerShape
 from weft.job.optim import Optim
 from weft.job.parallel import Parallel
-from weft.job.extensions import MODULE_NAME
 from weft.job.resilience import Resilience
 from weft.job.section import Section
 from weft.job.sync import Sync

@@ -3,73 +3,82 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from weft.job.registry import NameIn, Registry
 from weft.job.section import Section
 
-Mode = Literal["step", "predict", "local", "diloco", "server", "federated"]
 
-MODES: dict[str, str] = {
-    "step": "step",
-    "predict": "predict",
-    "local": "local:8",
-    "diloco": "diloco:50",
-    "server": "server:async or server:sync",
-    "federated": "federated",
-}
-"""Each mode with its short form."""
+@dataclass(frozen=True)
+class SyncMode:
+    """A way in which data-parallel ranks synchronise. Functions are named as `module:function`."""
 
-PERIODS: dict[str, int] = {"local": 8, "diloco": 50, "federated": 1}
-"""Default steps between exchanges."""
+    name: str
+    fields: tuple[str, ...] = ()
+    """The fields of `train.sync` that it uses; others are refused."""
+    short_forms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Words that may follow `name:`, and the fields that each sets."""
+    period: int = 1
+    """Default steps between exchanges."""
+    outer: tuple[float, float] = (1.0, 0.0)
+    """Default learning rate and momentum of the outer optimizer."""
+    start: str = ""
+    """Where a mode has processes of its own: trains with them, from (run, job, plan, lock, log) to the exit code."""
+    exchange_bytes: str = ""
+    """Bytes that a rank sends per step by axis, from (job, plan, parameters on the rank)."""
+    rule: str = ""
+    """Why it cannot be used with other settings, from (job, plan) to a sentence or None."""
 
-OUTER_DEFAULTS: dict[str, tuple[float, float]] = {"local": (1.0, 0.0), "diloco": (0.7, 0.9), "federated": (1.0, 0.0)}
-"""Default learning rate and momentum of the outer optimizer (DiLoCo: Douillard et al. 2023)."""
+    @property
+    def starts_processes(self) -> bool:
+        """Whether workers come and go instead of ranks of one mesh."""
+        return bool(self.start)
 
-MODES_OF_FIELD: dict[str, tuple[str, ...]] = {
-    "every": ("local", "diloco", "federated"),
-    "outer_lr": ("diloco", "federated"),
-    "outer_momentum": ("diloco", "federated"),
-    "quantize": ("local", "diloco"),
-    "order": ("server",),
-    "servers": ("server",),
-    "staleness": ("server",),
-    "gather": ("server",),
-    "snapshot_every": ("server",),
-    "clients": ("federated",),
-    "sampled": ("federated",),
-    "skew": ("federated",),
-    "clip": ("federated",),
-    "noise": ("federated",),
-    "delta": ("federated",),
-    "secure": ("federated",),
-    "min_clients": ("federated",),
-    "tolerance": ("federated",),
-    "host": ("server", "federated"),
-}
-"""The modes that use a field; in other modes it is refused."""
+    @property
+    def written(self) -> str:
+        """How a job names it."""
+        if self.short_forms:
+            return " or ".join(f"{self.name}:{word}" for word in self.short_forms)
+        return f"{self.name}:{self.period}" if self.period > 1 else self.name
+
+
+SYNC_MODES: Registry[SyncMode] = Registry("train.sync", __name__)
+
+for sync_mode in (
+    SyncMode("step"),
+    SyncMode("predict", rule="weft.planner.sync:predict_rule"),
+    SyncMode("local", ("every", "quantize"), period=8, exchange_bytes="weft.planner.sync:weight_exchange_bytes"),
+    SyncMode(  # DiLoCo: Douillard et al. 2023
+        "diloco", ("every", "outer_lr", "outer_momentum", "quantize"), period=50, outer=(0.7, 0.9),
+        exchange_bytes="weft.planner.sync:weight_exchange_bytes",
+    ),
+):  # fmt: skip
+    SYNC_MODES.register(sync_mode)
 
 
 def expand(text: str) -> dict[str, Any]:
     """The section of a short form: `local:8`, `diloco:50`, `server:async` or a mode alone."""
-    mode, sign, rest = text.partition(":")
-    if mode in MODES and not sign:
-        return {"mode": mode}
-    if mode in PERIODS and re.fullmatch(r"\d+", rest):
-        return {"mode": mode, "every": int(rest)}
-    if mode == "server" and rest in ("sync", "async"):
-        return {"mode": mode, "order": rest}
-    known = ", ".join(MODES.values())
-    if mode in PERIODS:
-        raise ValueError(f"must have a whole number of steps after {mode}:, such as {mode}:{PERIODS[mode]}")
+    name, sign, rest = text.partition(":")
+    mode = SYNC_MODES.get(name)
+    if mode is not None and not sign:
+        return {"mode": name}
+    if mode is not None and rest in mode.short_forms:
+        return {"mode": name, **mode.short_forms[rest]}
+    if mode is not None and "every" in mode.fields:
+        if re.fullmatch(r"\d+", rest):
+            return {"mode": name, "every": int(rest)}
+        raise ValueError(f"must have a whole number of steps after {name}:, such as {name}:{mode.period}")
+    known = ", ".join(mode.written for mode in SYNC_MODES)
     raise ValueError(f"must be one of {known}, or a section such as {{mode: diloco, every: 50, quantize: int8}}")
 
 
 class Sync(Section):
     """How and how often data-parallel ranks synchronise."""
 
-    mode: Mode = "step"
+    mode: Annotated[str, NameIn(SYNC_MODES)] = "step"
     """step (sum gradients in every step), predict (the sum arrives one step late, and until then a linear extrapolation
     of the last two stands in for it), local (local SGD: replicas train independently and average their weights
     periodically), diloco (the same with an outer optimizer), server (workers push gradients to a parameter server and
@@ -126,12 +135,11 @@ class Sync(Section):
 
     @model_validator(mode="after")
     def _check_mode(self) -> Sync:
-        for name, modes in MODES_OF_FIELD.items():
+        for name, info in type(self).model_fields.items():
             value = getattr(self, name)
-            if self.mode not in modes and value != type(self).model_fields[name].default:
-                raise ValueError(
-                    f"must not have {name}={value} with mode {self.mode}: it belongs to {' and '.join(modes)}"
-                )
+            if name not in ("mode", *self.entry.fields) and value != info.default:
+                modes = " and ".join(mode.name for mode in SYNC_MODES if name in mode.fields)
+                raise ValueError(f"must not have {name}={value} with mode {self.mode}: it belongs to {modes}")
         if self.sampled is not None and self.sampled > self.clients:
             raise ValueError(f"must not draw sampled={self.sampled} of clients={self.clients}")
         if self.noise and not self.clip:
@@ -150,14 +158,19 @@ class Sync(Section):
         return self
 
     @property
+    def entry(self) -> SyncMode:
+        """The mode's entry."""
+        return SYNC_MODES[self.mode]
+
+    @property
     def period(self) -> int:
         """Steps between exchanges."""
-        return self.every or PERIODS.get(self.mode, 1)
+        return self.every or self.entry.period
 
     @property
     def outer(self) -> tuple[float, float]:
         """Learning rate and momentum of the outer optimizer."""
-        rate, momentum = OUTER_DEFAULTS.get(self.mode, (1.0, 0.0))
+        rate, momentum = self.entry.outer
         return (
             rate if self.outer_lr is None else self.outer_lr,
             momentum if self.outer_momentum is None else self.outer_momentum,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from weft.job.registry import NameIn, Registry
+from weft.job.registry import NameIn, Registry, listed
 from weft.job.section import Section
 
 
@@ -21,21 +21,37 @@ class TrackerKind:
     package: str
     """The module that must be installed."""
     builder: str
-    """`module:class` of the adapter, see weft/watch/trackers/adapter.py."""
+    """`module:class` of the adapter."""
+    export: str
+    """`module:function` of (run, job, tracker, out) that sends a finished run; returns steps and place."""
 
 
-TRACKERS: Registry[TrackerKind] = Registry("watch.trackers", "weft.watch.trackers.known_trackers")
+TRACKERS: Registry[TrackerKind] = Registry("watch.trackers", __name__)
 
 
-SHELL_WORDS = {"|", "||", "&&", "&", ";", "<", ">", ">>", "2>", "2>&1"}
-"""Words of a command that only a shell understands."""
+@dataclass(frozen=True)
+class AlertTargetKind:
+    """Where alerts can go."""
+
+    name: str
+    """The key of an entry of `watch.alerts.to` that chooses it; its value is the address."""
+    help: str
+    send: str
+    """`module:function` of (target, message) that raises OSError with the reason if it fails."""
+    describe: Callable[[AlertTarget], str]
+    """The target without its secrets."""
+    check: Callable[[AlertTarget], str | None] = lambda target: None
+    """What the target must be instead, or None."""
+
+
+ALERT_TARGETS: Registry[AlertTargetKind] = Registry("watch.alerts.to", __name__)
 
 AlertRuleName = Literal["non_finite", "spike", "stalled", "slow", "goodput", "disk", "gpu_errors", "finished"]
 
 
 class AlertTarget(Section):
-    """Where alerts go: one of command, webhook and mail. $NAME in a value is replaced by the environment variable, so
-    that secrets need not be in the job."""
+    """Where alerts go: the name of one registered kind with an address, such as command, webhook or mail. $NAME in a
+    value is replaced by the environment variable, so that secrets need not be in the job."""
 
     command: str = ""
     """A program and its arguments. It is started for every alert with the alert as JSON on stdin and in the variables
@@ -51,25 +67,40 @@ class AlertTarget(Section):
     with the password of WEFT_SMTP_PASSWORD."""
     sender: str = ""
     """Address of the sender; weft@ this host if empty."""
+    other: dict[str, str] = Field(default_factory=dict)
+    """The kind and address of a target that an extension registers, such as {pager: "…"}. `{pager: "…"}` alone in
+    `to` means the same."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _registered_kinds(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        names = [key for key in value if key not in cls.model_fields and key in ALERT_TARGETS]
+        if not names:
+            return value
+        rest = {key: inner for key, inner in value.items() if key not in names}
+        return {**rest, "other": {**rest.get("other", {}), **{key: value[key] for key in names}}}
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        given = [name for name in ("command", "webhook", "mail") if getattr(self, name)]
+        given = [kind for kind in ALERT_TARGETS if self.address(kind.name)]
         if len(given) != 1:
-            raise ValueError("must have exactly one of command, webhook and mail")
-        try:
-            words = shlex.split(self.command)
-        except ValueError:
-            raise ValueError(f"must have a command whose quotes are closed, not {self.command!r}") from None
-        if set(words) & SHELL_WORDS:
-            raise ValueError(f"must have a command without shell operators, or: command: sh -c {self.command!r}")
-        if self.webhook and not self.webhook.startswith(("http://", "https://", "$")):
-            raise ValueError(f"must have an http or https address or $NAME as webhook, not {self.webhook!r}")
-        if self.mail and not self.mail.startswith("$") and "@" not in self.mail:
-            raise ValueError(f"must have an address such as me@example.org or $NAME as mail, not {self.mail!r}")
-        if not self.smtp.startswith(("smtp://", "smtps://", "$")):
-            raise ValueError(f"must have smtp://HOST:PORT or smtps://HOST:PORT as smtp, not {self.smtp!r}")
+            raise ValueError(
+                f"must have exactly one of {listed(ALERT_TARGETS.names() or ('(no target is installed)',))}"
+            )
+        if (instead := given[0].check(self)) is not None:
+            raise ValueError(instead)
         return self
+
+    def address(self, kind: str) -> str:
+        """The address for a kind of target; empty if it is not this target's."""
+        return str(getattr(self, kind, "")) or self.other.get(kind, "")
+
+    @property
+    def kind(self) -> AlertTargetKind:
+        """The kind of this target."""
+        return next(kind for kind in ALERT_TARGETS if self.address(kind.name))
 
 
 class Alerts(Section):

@@ -8,12 +8,11 @@ from typing import Any
 
 from weft.job.errors import Exit, JobError, WeftError
 from weft.job.run_folder import RunDir, find_run
+from weft.launch.claims import claims_of_runs
 from weft.launch.policy import policy_process
-from weft.launch.queue.listing import claims_of_runs
-from weft.launch.queue.records import Request
-from weft.launch.targets.known_targets import TARGETS, find_target
+from weft.launch.targets.known_targets import LAUNCH_TARGETS, find_target
 from weft.launch.targets.target import JobState, JobStatus, LaunchRecord, launch_folder
-from weft.watch.dash.run_catalog import RunEntry, find_runs
+from weft.watch.runs.run_catalog import RunEntry, find_runs
 
 COLUMNS = ("name", "state", "target", "job_id", "last_step", "steps", "nodes", "ranks", "claim")
 EXIT_STATES: dict[int | None, str] = {
@@ -50,7 +49,7 @@ def _row(name: str, path: Path) -> dict[str, Any]:
         "exit_code": None, "detail": summary["detail"], "claim": None,
     }  # fmt: skip
     waits = policy_process(launch_folder(RunDir(path))) is not None  # for the rule of launch.when
-    if record is None or record.target not in TARGETS:
+    if record is None or record.target not in LAUNCH_TARGETS:
         return {**row, "state": "queued"} if waits else row
     try:
         status = find_target(record.target).status(record)
@@ -69,7 +68,7 @@ def _with_claim(row: dict[str, Any], claim: dict[str, Any] | None) -> dict[str, 
     """The row with what the run has claimed of this machine, or waits for."""
     if claim is None:
         return row
-    text = str(Request(**claim["request"]))
+    text = claim["asks_for"]
     if claim["position"] is None:
         return {**row, "claim": text}
     return {

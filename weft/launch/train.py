@@ -15,18 +15,17 @@ from weft.data.open_dataset import check_dataset
 from weft.hardware.probe import probe
 from weft.hardware.rank_environment import export_torchrun_variables
 from weft.job.errors import Exit, FitError, JobError, MachineError
+from weft.job.import_by_name import find_object
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.job.store_path import check_access
+from weft.launch.claims import claimed_for_run
 from weft.launch.open_files import ensure_open_files
-from weft.launch.queue.run_claim import claimed_for_run
 from weft.launch.run_files import RunFiles, keep_earlier_run
 from weft.planner import RUNNABLE, Plan, check, check_fits, make_plan
 from weft.planner.disk_space import check_checkpoint_space
 from weft.planner.engine_constants import RANK_PROCESS_BYTES
 from weft.planner.ranks import shares_devices
-from weft.server.launcher import launch_server_run
-from weft.server.rendezvous import prepare_rendezvous
 from weft.supervisor.failure_report import keep_lines, read_failure, record_failure
 from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER, launch
 from weft.supervisor.process_manager import run_supervised
@@ -116,10 +115,9 @@ def check_store(job: Job, run: RunDir, *, fresh: bool = False) -> None:
 def start_processes(
     run: RunDir, job: Job, plan: Plan, lock: RunLock, resilient: bool | None, log: Callable[[str], None]
 ) -> int:
-    """Start the ranks of a mesh, supervised or not, or the servers and workers of a parameter server run."""
-    if plan.sync in ("server", "federated"):
-        prepare_rendezvous(run, job)
-        return launch_server_run(run, job.train.sync.servers, plan.world, lock, log)
+    """Start the ranks of a mesh, supervised or not, or the processes of a synchronisation that has its own."""
+    if start_mode := job.train.sync.entry.start:
+        return int(find_object(start_mode, "train.sync")(run, job, plan, lock, log))
     if resilient is not False:
         return run_supervised(run, job, plan, plan.world, lock, log)
     return launch(run, plan.world, lock, log)
@@ -133,7 +131,7 @@ def join(job: Job, log: Callable[[str], None] = print) -> int:
     atexit.register(gc.unfreeze)  # Triton's bindings print hundreds of lines about objects that are never collected
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     job, plan = prepare(job, world)
-    if plan.sync in ("server", "federated"):
+    if job.train.sync.entry.starts_processes:
         raise JobError(
             f"train.sync={plan.sync} starts its own processes and cannot use those of torchrun; "
             "start it with `weft train` alone"

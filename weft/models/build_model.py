@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.job.model import FAMILIES
 from weft.job.import_by_name import find_object
+from weft.job.model import FAMILIES
 from weft.job.schema import Model
 from weft.models.encoder_decoder import EncoderDecoder, shifted_right
 from weft.models.lora import add_adapters

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from weft.comm.foreach_internals import foreach_copy_
 from weft.comm.shards import like, local_of
-from weft.job.optim import OPTIMIZERS, WeightShard
 from weft.job.import_by_name import find_object
+from weft.job.optim import OPTIMIZERS, WeightShard
 from weft.job.schema import Optim
 from weft.memory.split_master import copy_rounded, hollow, join, split_
 from weft.mesh import Mesh

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.job.optim import OPTIMIZERS
+from weft.job.import_by_name import find_object
 from weft.job.schema import Job, Parallel
 from weft.planner.engine_constants import QUANTIZATION_BLOCK, QUANTIZATION_SCALE_BYTES
 from weft.planner.model.counts import count_parameters
@@ -26,23 +26,22 @@ def exchange_bytes(job: Job, plan: Plan) -> dict[str, float]:
     counts = count_parameters(job.model)
     if counts is None or plan.sync in ("step", "predict"):
         return {}
-    here, sync = counts.total / (plan.tp * plan.pp * plan.dp_shard * plan.cp_cut), job.train.sync
-    if plan.sync == "server":
-        return {"server": 8.0 * here}  # gradients to the server, weights back
-    if plan.sync == "federated":
-        carries = plan.sync_every > 1 and not sync.clip and not sync.secure  # the optimizer state is sent both ways too
-        each = (12.0 if sync.secure else 8.0) + (
-            4 + 8 * OPTIMIZERS[job.optim.name].state_per_parameter(job.optim) if carries else 0
-        )
-        return {"server": each * here / plan.sync_every}
-    return {"dp_replicate": here * EXCHANGE_BYTES[sync.quantize] / plan.sync_every}
+    function = job.train.sync.entry.exchange_bytes
+    here = counts.total / (plan.tp * plan.pp * plan.dp_shard * plan.cp_cut)
+    sent: dict[str, float] = find_object(function, "train.sync")(job, plan, here)
+    return sent
+
+
+def weight_exchange_bytes(job: Job, plan: Plan, parameters: float) -> dict[str, float]:
+    """Replicas average their weights every few steps."""
+    return {"dp_replicate": parameters * EXCHANGE_BYTES[job.train.sync.quantize] / plan.sync_every}
 
 
 def default_layout(job: Job) -> Job:
     """The default layout for independent replicas: one replica per node, or one per rank."""
     if job.train.sync.mode == "step" or job.parallel != "auto":
         return job
-    nodes = job.cluster.nodes if job.train.sync.mode in ("local", "diloco") else 1
+    nodes = job.cluster.nodes if job.train.sync.entry.period > 1 and not job.train.sync.entry.starts_processes else 1
     layout = Parallel(dp_replicate=nodes, dp_shard=-1) if nodes > 1 else Parallel(dp_replicate=-1, dp_shard=1)
     return job.model_copy(update={"parallel": layout})
 
@@ -76,9 +75,7 @@ def sync_rule(job: Job, plan: Plan) -> str | None:
             f"fp8.amax=delayed scales by what every rank saw, and under {name} they do not wait for each other; "
             "amax=dynamic would work"
         )
-    if sync.mode == "predict":
-        return _predict(job, plan)
-    if plan.compression != "none" and plan.dp_shard == 1:
+    if sync.mode != "predict" and plan.compression != "none" and plan.dp_shard == 1:
         instead = "train.sync.quantize=int8" if plan.alone else "comm.compression=none"
         return (
             f"comm.compression={plan.compression} is for the gradients of every step, and {name} sends none between "
@@ -86,10 +83,14 @@ def sync_rule(job: Job, plan: Plan) -> str | None:
         )
     if not plan.alone and job.data.record_ids:
         return f"data.record_ids is of ranks, and under {name} workers come and go; record_ids=false would work"
-    return _server(job, plan) if sync.mode == "server" else _federated(job) if sync.mode == "federated" else None
+    if not sync.entry.rule:
+        return None
+    reason: str | None = find_object(sync.entry.rule, "train.sync")(job, plan)
+    return reason
 
 
-def _predict(job: Job, plan: Plan) -> str | None:
+def predict_rule(job: Job, plan: Plan) -> str | None:
+    """Why `train.sync=predict` cannot be used with other settings of a job."""
     if plan.compression != "none":
         return (
             f"comm.compression={plan.compression} is summed within a step, and train.sync=predict waits for sums in "
@@ -100,27 +101,4 @@ def _predict(job: Job, plan: Plan) -> str | None:
             f"comm.allreduce={job.comm.allreduce} passes messages on only while a rank waits, and train.sync=predict "
             "computes meanwhile; allreduce=auto would work"
         )
-    return None
-
-
-def _server(job: Job, plan: Plan) -> str | None:
-    gather = job.train.sync.gather
-    if gather and plan.dp % gather:
-        fit = max(d for d in range(1, min(gather, plan.dp) + 1) if plan.dp % d == 0)
-        return (
-            f"train.sync.gather={gather} does not divide the {plan.dp} shares of a global batch; "
-            f"gather={fit} would work"
-        )
-    if job.train.ema:
-        return f"train.ema={job.train.ema:g} needs the weights of every step in one place; ema=0 would work"
-    return None
-
-
-def _federated(job: Job) -> str | None:
-    drawn, batch = job.train.sync.drawn, job.train.global_batch
-    if batch % drawn:
-        up = -(-batch // drawn) * drawn
-        return f"train.global_batch={batch} is not a multiple of the {drawn} clients of a round; {up} would work"
-    if job.train.ema:
-        return f"train.ema={job.train.ema:g} needs the weights of every step in one place; ema=0 would work"
     return None

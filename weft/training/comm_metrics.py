@@ -6,22 +6,22 @@ from typing import Any
 
 from weft.comm.timeline import CommTimeline
 from weft.mesh import Mesh
-from weft.watch.traces.tracer import StepTracer
+from weft.training.step_observers import StepObservers
 
 
 class CommMetrics:
     """Records the communication of every `every`-th step."""
 
-    def __init__(self, mesh: Mesh, every: int, tracer: StepTracer | None = None):
-        self.mesh, self.every, self.tracer = mesh, every if mesh.everyone is not None else 0, tracer
+    def __init__(self, mesh: Mesh, every: int, observers: StepObservers | None = None):
+        self.mesh, self.every, self.observers = mesh, every if mesh.everyone is not None else 0, observers
         self.timeline: CommTimeline | None = None
 
     def next_step(self, step: int) -> CommTimeline | None:
         """Start recording the step after `step`, if it is due. Returns what was recorded of `step`."""
         recorded, self.timeline = self.timeline, None
-        if self.tracer is not None:
-            self.tracer.boundary(step)
-            if self.tracer.recording:  # its own timeline records the messages
+        if self.observers is not None:
+            self.observers.boundary(step)
+            if self.observers.recording:  # its own timeline records the messages
                 return recorded
         due = self.every > 0 and (step + 1) % self.every == 0
         if due or recorded is not None:

@@ -53,8 +53,8 @@ def fit(session: Session, signals: Signals) -> Exit:
             progress.note(f"step {state.step}: {evaluation_text(val)}")
             return val
 
-        tracer = session.tracer
-        metrics = StepMetrics(job, session.plan, session.mesh, state, write, signals, session.guards, tracer,
+        observers = session.observers
+        metrics = StepMetrics(job, session.plan, session.mesh, state, write, signals, session.guards, observers,
                               session.energy)  # fmt: skip
         session.now("data")  # tells the process manager, which ends a run that has not begun
         signals.begin()
@@ -88,7 +88,7 @@ def fit(session: Session, signals: Signals) -> Exit:
                     metrics.settle()
                     session.save(required=state.step == steps)
                 session.take_snapshot()
-                if tracer.between_steps():
+                if observers.between_steps():
                     metrics.start_clock()
         metrics.settle()
         if state.step < steps and state.step > first_step:

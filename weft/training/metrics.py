@@ -31,7 +31,7 @@ from weft.training.run_energy import RunEnergy
 from weft.training.state import State
 from weft.training.step import Gradients
 from weft.training.stop_requests import Signals
-from weft.watch.traces.tracer import StepTracer
+from weft.training.step_observers import StepObservers
 
 MAX_RANKS_EACH_STEP = 16
 """Ranks whose figures are written with every step; with n times as many, with every n-th step."""
@@ -109,7 +109,7 @@ class StepMetrics:
 
     def __init__(
         self, job: Job, plan: Plan, mesh: Mesh, state: State, write: Callable[[dict[str, Any]], None], signals: Signals,
-        guards: Guards, tracer: StepTracer | None = None, energy: RunEnergy | None = None,
+        guards: Guards, observers: StepObservers | None = None, energy: RunEnergy | None = None,
     ):  # fmt: skip
         self.job, self.plan, self.mesh, self.state, self.write, self.signals = job, plan, mesh, state, write, signals
         self.guards = guards
@@ -118,7 +118,7 @@ class StepMetrics:
         self.sample_flops = flops_per_sample(job.model, job.data.seq_len)
         self.peak = peak_flops(plan, job)
         self.energy = energy or RunEnergy.nothing()
-        self.comm = CommMetrics(mesh, job.watch.comm_every, tracer)
+        self.comm = CommMetrics(mesh, job.watch.comm_every, observers)
         self.noise = NoiseScale()
         self.pending: _PendingStep | None = None
         self.last: dict[str, Any] = {}

@@ -46,7 +46,7 @@ from weft.training.state import State, meta_problem
 from weft.training.step import Stepper
 from weft.watch import logs
 from weft.watch.journal import Journal
-from weft.watch.traces.tracer import StepTracer, TraceRequest
+from weft.training.step_observers import StepObservers
 from weft.wire.tunnel import open_tunnel
 
 
@@ -69,7 +69,7 @@ class Session:
     heartbeat: Heartbeat
     """Reports the phase of the loop, and raises when the attempt is over."""
     guards: Guards
-    tracer: StepTracer
+    observers: StepObservers
     """Traces the steps of the job's watch.trace."""
     energy: RunEnergy
     """Energy and health of the devices."""
@@ -88,7 +88,7 @@ class Session:
     def now(self, phase: str) -> None:
         """Report the phase that begins."""
         self.heartbeat.now(phase, self.state.step)
-        self.tracer.phase(phase)
+        self.observers.phase(phase)
 
     def compression(self, *, was: str, now: str, why: str, **fields: Any) -> None:
         """Record that adaptive compression has changed its codec."""
@@ -275,14 +275,9 @@ def open_session(
 
     # after the snapshot is copied, so that a flipped bit in it is detected
     stepper.before_update = guards.weights.before_update
-    asked = job.watch.trace
-    request = None
-    if asked is not None:
-        file = f"steps-{asked.at}-{asked.at + asked.steps - 1}.json"
-        request = TraceRequest(asked.at, asked.steps, run.traces / file)
-    tracer = StepTracer(run, mesh, request, lambda: heartbeat.now("checkpoint", state.step), job.watch.nvtx)
+    observers = StepObservers.of(job, run, mesh, lambda: heartbeat.now("checkpoint", state.step))
     session = Session(
-        job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, heartbeat, guards, tracer,
+        job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, heartbeat, guards, observers,
         open_energy(job, plan, run, mesh, log),
     )  # fmt: skip
     for compressor in state.model.compressors:

@@ -14,15 +14,17 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from weft.job.errors import MachineError
+from weft.job.import_by_name import find_object
 from weft.job.load import load_job
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.job.watch import TRACKERS
 from weft.watch.journal import Journal
 from weft.watch.run_tail import LineTail
+from weft.watch.sinks import SINKS, Sink
 
 POLL_S = 1.0
 HANG_S = 60.0
@@ -32,21 +34,6 @@ FINISH_S = 20.0
 QUIET_S = 2.0
 """A wait for the sinks that takes longer is announced."""
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-
-
-class Sink(Protocol):
-    """Something that is fed with the records and events of a run, in a thread of its own."""
-
-    name: str
-
-    def start(self) -> None:
-        """Connect; called in the thread."""
-
-    def feed(self, records: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
-        """New records and events; also called every POLL_S without any."""
-
-    def finish(self, ended: bool) -> None:
-        """The run has ended, or, if not `ended`, its process is gone without an end in events.jsonl."""
 
 
 class SinkThread(threading.Thread):
@@ -97,25 +84,16 @@ def ends(events: list[dict[str, Any]], before: bool) -> bool:
 
 def sinks_of(run: RunDir, job: Job, journal: Journal, since: float) -> list[Sink]:
     """The sinks that a job asks for; this start of the run began at `since`."""
-    found: list[Sink] = []
-    if job.watch.trackers:
-        from weft.watch.trackers.sink import TrackerSink
-
-        found += [TrackerSink(run, job, name) for name in dict.fromkeys(job.watch.trackers)]
-    if job.watch.prometheus is not None:
-        from weft.watch.prometheus import PrometheusSink
-
-        found.append(PrometheusSink(job, run, job.watch.prometheus))
-    if job.watch.alerts.to:
-        from weft.watch.alerts.delivery import AlertSink
-
-        found.append(AlertSink(run, job, journal, since))
-    return found
+    sinks: list[Sink] = []
+    for kind in SINKS:
+        if kind.wanted(job):
+            sinks += find_object(kind.build, "watch")(run, job, journal, since)
+    return sinks
 
 
 def wanted(job: Job) -> bool:
     """Whether a job needs this process."""
-    return bool(job.watch.trackers or job.watch.prometheus is not None or job.watch.alerts.to)
+    return any(kind.wanted(job) for kind in SINKS)
 
 
 def check_trackers(job: Job) -> None:

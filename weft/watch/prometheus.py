@@ -17,6 +17,7 @@ from weft.job.errors import check_output_file
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.watch.figures.figure import number
+from weft.watch.journal import Journal
 from weft.watch.local_server import LocalServer
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -278,3 +279,9 @@ def _handler(metrics: RunMetrics) -> type[BaseHTTPRequestHandler]:
             """Requests are not logged."""
 
     return Handler
+
+
+def prometheus_sinks(run: RunDir, job: Job, journal: Journal, since: float) -> list[PrometheusSink]:
+    """The sink of a job that asks for Prometheus."""
+    assert job.watch.prometheus is not None
+    return [PrometheusSink(job, run, job.watch.prometheus)]

@@ -15,7 +15,7 @@ from helpers.command import Output, Started, losses, run_of, until, weft, write_
 
 from weft.job.load import load_job
 from weft.launch.launch_job import plan_for
-from weft.launch.targets.known_targets import TARGETS, find_target
+from weft.launch.targets.known_targets import LAUNCH_TARGETS, find_target
 
 InProcess = Callable[..., Output]
 
@@ -177,7 +177,7 @@ def test_range_of_nodes(tmp_path: Path, in_process: InProcess) -> None:
 
 
 def test_registered_targets_are_complete() -> None:
-    for name in TARGETS:
+    for name in LAUNCH_TARGETS.names():
         target = find_target(name)
         assert target.name == name
         assert target.summary

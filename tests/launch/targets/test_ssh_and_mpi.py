@@ -14,6 +14,7 @@ from helpers.command import Output, Started, losses, run_of, step_of, strays, un
 from helpers.forked_python import TEMPLATE_ENV
 from helpers.real_clusters import SshHosts
 
+from weft.extensions.diagnose.diagnose import diagnose
 from weft.job.errors import JobError
 from weft.job.run_folder import RunDir
 from weft.launch.rank_pool import RankPool
@@ -21,7 +22,6 @@ from weft.launch.targets import ssh
 from weft.launch.targets.driver import code_of_run, record_end
 from weft.launch.targets.hostfile import Host, read_hosts
 from weft.launch.targets.ssh_client import run_code
-from weft.watch.diagnose.diagnose import diagnose
 from weft.watch.journal import Journal, read_jsonl
 
 STEPS = 3

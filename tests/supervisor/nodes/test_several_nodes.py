@@ -18,7 +18,7 @@ import pytest
 from helpers.command import DEADLINE_S, ENV, ids_by_step, losses, run_of, start_node, step_of, until, write_job
 from helpers.forked_python import Popen
 
-from weft.chaos.virtual_hosts import VirtualHosts
+from weft.extensions.chaos.virtual_hosts import VirtualHosts
 from weft.job.errors import Exit
 from weft.job.run_folder import RunDir
 from weft.supervisor.nodes.attempt_claims import AttemptClaims

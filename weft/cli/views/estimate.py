@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from weft.job.errors import JobError
+from weft.job.import_by_name import find_object
 from weft.job.load import load_job
+from weft.job.registry import Registry
 from weft.planner.calibration import load_calibration
 from weft.planner.job_estimate import estimate_job, show_estimate
 from weft.planner.make_plan import make_plan
-from weft.planner.published.score import score_table, show_table
+
+
+@dataclass(frozen=True)
+class TableScorer:
+    """Scores the estimates against a table of measured runs. Functions are named as `module:function`."""
+
+    name: str
+    score: str
+    """From (path, whether to fit sources without a calibration, name of a calibration or None) to the scores."""
+    show: str
+    """From the scores to text."""
+
+
+TABLE_SCORERS: Registry[TableScorer] = Registry("estimate --table", __name__)
 
 
 def run_and_show(
@@ -21,8 +38,11 @@ def run_and_show(
     if (job is None) == (table is None):
         raise JobError("weft estimate takes a JOB or --table FILE.csv, one of them")
     if table is not None:
-        result = score_table(table, fit, stack)
-        return json.dumps(result, indent=2) if as_json else show_table(result)
+        scorer = next(iter(TABLE_SCORERS), None)
+        if scorer is None:
+            raise JobError("weft estimate --table needs an extension that reads tables, such as Weft's own `published`")
+        scores: dict[str, Any] = find_object(scorer.score, "--table")(table, fit, stack)
+        return json.dumps(scores, indent=2) if as_json else str(find_object(scorer.show, "--table")(scores))
     assert job is not None
     described, plan = make_plan(load_job(job, overrides), nproc)
     result = estimate_job(described, plan, load_calibration(stack) if stack else "weft")

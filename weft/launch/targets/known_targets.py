@@ -4,32 +4,38 @@ from __future__ import annotations
 
 import difflib
 import os
-from importlib import import_module
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from weft.job.errors import JobError
+from weft.job.import_by_name import find_object
 from weft.job.load import read_yaml
+from weft.job.registry import Registry
 from weft.job.text_file import read_small_text
 from weft.launch.targets.target import Target
 
-TARGETS = {
-    "local": "weft.launch.targets.local:LocalTarget",
-    "ssh": "weft.launch.targets.ssh:SshTarget",
-    "mpi": "weft.launch.targets.mpi:MpiTarget",
-    "slurm": "weft.launch.targets.slurm:SlurmTarget",
-    "ray": "weft.launch.targets.ray_target:RayTarget",
-    "kubernetes": "weft.launch.targets.kubernetes.kubernetes_target:KubernetesTarget",
-}
-"""Targets by name, each the class of a module that is imported when it is used."""
+
+@dataclass(frozen=True)
+class TargetKind:
+    """A place where `weft launch` starts runs."""
+
+    name: str
+    build: str
+    """`module:class` of its Target, imported when it is used."""
+
+
+LAUNCH_TARGETS: Registry[TargetKind] = Registry("cluster.target", __name__)
+
+for name, build in (("local", "local:LocalTarget"), ("ssh", "ssh:SshTarget"), ("slurm", "slurm:SlurmTarget")):
+    LAUNCH_TARGETS.register(TargetKind(name, f"weft.launch.targets.{build}"))
 
 
 def find_target(name: str) -> Target:
     """The registered target of this name."""
-    if name not in TARGETS:
-        raise JobError(f"unknown target {name!r}; targets: {', '.join(TARGETS)}")
-    module, kind = TARGETS[name].split(":")
-    target: Target = getattr(import_module(module), kind)()
+    if name not in LAUNCH_TARGETS:
+        raise JobError(f"unknown target {name!r}; targets: {', '.join(LAUNCH_TARGETS.names())}")
+    target: Target = find_object(LAUNCH_TARGETS[name].build, "cluster.target")()
     return target
 
 
@@ -60,16 +66,16 @@ def resolve_target(name: str | None, cluster: dict[str, Any]) -> tuple[Target, d
     """
     asked = name or cluster.get("target")
     if not asked or not isinstance(asked, str):
-        raise JobError(f"give --on TARGET, or set cluster.target; targets: {', '.join(TARGETS)}")
-    if asked in TARGETS:
+        raise JobError(f"give --on TARGET, or set cluster.target; targets: {', '.join(LAUNCH_TARGETS.names())}")
+    if asked in LAUNCH_TARGETS:
         return find_target(asked), {**cluster, "target": asked}
     known = clusters()
     if asked not in known:
-        near = difflib.get_close_matches(asked, [*TARGETS, *known], n=1)
-        hint = f"did you mean {near[0]}?" if near else f"targets: {', '.join(TARGETS)}"
+        near = difflib.get_close_matches(asked, [*LAUNCH_TARGETS.names(), *known], n=1)
+        hint = f"did you mean {near[0]}?" if near else f"targets: {', '.join(LAUNCH_TARGETS.names())}"
         own = f"; clusters of {clusters_file()}: {', '.join(known) or 'none'}"
         raise JobError(f"no target and no cluster is named {asked!r}; {hint}{own}")
     entry = known[asked]
-    if not isinstance(entry.get("target"), str) or entry["target"] not in TARGETS:
-        raise JobError(f"{clusters_file()}: {asked}.target must be one of {', '.join(TARGETS)}")
+    if not isinstance(entry.get("target"), str) or entry["target"] not in LAUNCH_TARGETS:
+        raise JobError(f"{clusters_file()}: {asked}.target must be one of {', '.join(LAUNCH_TARGETS.names())}")
     return find_target(str(entry["target"])), {**entry, **cluster, "target": entry["target"]}

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from weft.job.errors import JobError
-from weft.job.model_parts.loss_settings import NamedLoss
 from weft.job.import_by_name import find_object
+from weft.job.model_parts.loss_settings import NamedLoss
 from weft.job.schema import Model
 from weft.job.train import RETRIEVAL_METRICS
 from weft.models.user.named_losses import IGNORED, Batch, main_output, named_output, named_target

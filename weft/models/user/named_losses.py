@@ -11,8 +11,8 @@ from torch import Tensor
 
 from weft.comm.axis import Axis
 from weft.job.errors import JobError
-from weft.job.model_parts.loss_settings import NamedLoss
 from weft.job.import_by_name import find_object
+from weft.job.model_parts.loss_settings import NamedLoss
 from weft.job.registry import listed
 from weft.job.schema import Model
 from weft.memory.tensor_tracer_internals import has_values

@@ -21,7 +21,7 @@ def ramp_rule(job: Job, plan: Plan) -> str | None:
     """Every batch of train.batch_ramp is divided among the data-parallel ranks, and fills a pipeline's microbatches."""
     if not job.train.batch_ramp:
         return None
-    if job.train.sync.mode in ("server", "federated"):
+    if job.train.sync.entry.starts_processes:
         return f"train.batch_ramp does not support train.sync={job.train.sync.mode}; leave batch_ramp out"
     for size in job.train.ramp.sizes[:-1]:
         if size % plan.dp:
@@ -50,7 +50,7 @@ def drop_last_rule(job: Job, plan: Plan) -> str | None:
         return (
             "data.drop_last=true ends an epoch with a whole batch, and train.batch_ramp changes its size; leave one out"
         )
-    if job.train.sync.mode in ("server", "federated"):
+    if job.train.sync.entry.starts_processes:
         return f"data.drop_last=true does not support train.sync={job.train.sync.mode}; leave drop_last out"
     return None
 

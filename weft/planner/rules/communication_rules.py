@@ -46,7 +46,7 @@ def encryption_rule(job: Job, plan: Plan) -> str | None:
     """Only Gloo and Weft's own messages can be encrypted."""
     here = rank_info()
     one_machine = job.cluster.nodes == 1 and here.local_world == here.world
-    if not job.comm.encrypt or one_machine or plan.sync in ("server", "federated") or plan.backend == "gloo":
+    if not job.comm.encrypt or one_machine or job.train.sync.entry.starts_processes or plan.backend == "gloo":
         return None
     return (
         f"comm.encrypt=true: the gradients of several nodes are sent by {plan.backend}, which cannot encrypt; "

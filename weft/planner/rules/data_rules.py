@@ -32,7 +32,7 @@ def growing_rule(job: Job, plan: Plan) -> str | None:
             f"model.family={job.model.family}",
         ),
         (bool(job.model.module) and data.format is None and ":" in data.source, f"data.source={data.source}"),
-        (job.train.sync.mode in ("server", "federated"), f"train.sync={job.train.sync.mode}"),
+        (job.train.sync.entry.starts_processes, f"train.sync={job.train.sync.mode}"),
     ):
         if wrong:
             return f"{field}=true does not support {what}; leave one of them out"

@@ -23,6 +23,6 @@ def layer_decay_rule(job: Job, plan: Plan) -> str | None:
         return None
     if plan.tiered:
         return f"optim.layer_decay={decay:g} does not support memory.offload or memory.states; leave one of them out"
-    if job.train.sync.mode in ("server", "federated"):
+    if job.train.sync.entry.starts_processes:
         return f"optim.layer_decay={decay:g} does not support train.sync={job.train.sync.mode}; leave one of them out"
     return None

@@ -1,0 +1,111 @@
+"""Damaged and hostile files in the folder of the queue, and a full disk: no second owner, and nothing blocks others."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from weft.extensions.queue import queue_folder as queue_folder
+from weft.extensions.queue.atomic_files import MAX_BYTES
+from weft.extensions.queue.claim import claim
+from weft.extensions.queue.fair_share import UsageFile
+from weft.extensions.queue.listing import queue_state
+from weft.extensions.queue.queue_folder import QueueFolder
+from weft.extensions.queue.records import Capacity, QueuedGpu, QueueSettings, Request
+from weft.extensions.queue.scheduling import impossible
+from weft.job.errors import MachineError
+
+MACHINE = Capacity((QueuedGpu("GPU-0", "test", 80.0),), (0, 1), 8.0)
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> QueueFolder:
+    return QueueFolder.create(tmp_path / "queue", QueueSettings(MACHINE))
+
+
+def damaged(record: dict[str, object]) -> list[bytes]:
+    """What may stand in the record of a claim that is held."""
+    changes = [
+        {"priority": "x"}, {"created": "x"}, {"pid": "x"}, {"gpus": [[1]]}, {"state": "lost"}, {"since": float("nan")},
+        {"id": "0000"}, {"request": {"gpus": "x"}}, {"request": {"memory_gib": float("nan")}},
+        {"request": {"cores": -1}}, {"request": {"share": 0.0}},
+    ]  # fmt: skip
+    return [b"", b"\xff", b"[" * 100_000, b"7", b" " * (MAX_BYTES + 1)] + [
+        json.dumps({**record, **change}).encode() for change in changes
+    ]
+
+
+def test_a_held_claim_whose_record_is_damaged_keeps_its_resources(queue: QueueFolder) -> None:
+    with claim(queue, Request(cores=1), name="first") as held:
+        path = queue.claims / f"{held.record.id}.json"
+        for content in damaged(json.loads(path.read_text())):
+            path.write_bytes(content)
+            (row,) = queue_state(queue)["claims"]
+            assert (row["name"], row["cores"]) == ("damaged record", [0, 1]), content[:200]
+            with (
+                pytest.raises(MachineError, match=r"held by .*damaged record"),
+                claim(queue, Request(cores=1), name="second", wait=False),
+            ):
+                pass
+    assert list(queue.claims.iterdir()) == [], "a damaged record is removed with its claim"
+
+
+def test_files_that_would_block_every_user(queue: QueueFolder) -> None:
+    os.mkfifo(queue.claims / "aaaa.json")
+    os.mkfifo(queue.claims / "bbbb.json")
+    os.mkfifo(queue.claims / "bbbb.lock")
+    os.mkfifo(queue.usage / f"{os.geteuid()}.json")
+    (queue.claims / "cccc.json").symlink_to("/etc/passwd")
+    with claim(queue, Request(cores=2), name="next", wait=False):
+        assert [row["name"] for row in queue_state(queue)["claims"]] == ["next"]
+    assert list(queue.claims.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "content", ['{"seconds": NaN, "at": 0, "merged": []}', '{"seconds": -1e9, "at": 0, "merged": []}', "[["]
+)
+def test_damaged_use_counts_as_none(queue: QueueFolder, content: str) -> None:
+    (queue.usage / "1.json").write_text(content)
+    assert UsageFile(queue.usage, 1, 3600.0).decayed(1.0) == 0.0
+
+
+def test_use_that_another_user_wrote_is_not_read(queue: QueueFolder) -> None:
+    (queue.usage / "1.json").write_text('{"seconds": 1e9, "at": 0, "merged": []}')
+    os.chown(queue.usage / "1.json", 4002, -1)
+    assert UsageFile(queue.usage, 1, 3600.0).decayed(1.0) == 0.0
+
+
+def test_full_disk(queue: QueueFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A claim that ends is not an error; a new one is refused and leaves no file."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        with claim(queue, Request(cores=2), name="first"):
+            patch.setattr("weft.extensions.queue.fair_share.write_public", full)
+            patch.setattr(queue_folder, "write_public", full)
+        assert queue_state(queue)["claims"] == []
+        left = sorted(queue.claims.iterdir())
+        with (
+            pytest.raises(MachineError, match="cannot be written: No space left"),
+            claim(queue, Request(cores=1), name="second"),
+        ):
+            pass
+        assert sorted(queue.claims.iterdir()) == left
+    queue_state(queue)
+    assert list(queue.claims.iterdir()) == []
+
+
+def test_a_deleted_folder_does_not_fail_what_ran(queue: QueueFolder) -> None:
+    with claim(queue, Request(cores=1), name="first"):
+        for path in (*queue.claims.iterdir(), queue.path / "lock"):
+            path.unlink()
+
+
+def test_not_a_number_is_refused() -> None:
+    assert "nan GiB of memory are asked for" in impossible(Request(memory_gib=float("nan")), MACHINE, 1.0)

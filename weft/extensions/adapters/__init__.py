@@ -1,0 +1,4 @@
+"""Loops of other libraries on Weft's layouts: Accelerate, DeepSpeed, Horovod, Lightning and transformers' Trainer.
+
+Registers nothing: scripts import weft.accelerate, weft.deepspeed, weft.hvd, weft.lightning and weft.transformers.
+"""

@@ -1,0 +1,63 @@
+"""`weft diagnose`: every cause, tried on a run, the most expensive first."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weft.extensions.diagnose.evidence import RunEvidence, number, read_evidence
+from weft.extensions.diagnose.failures import failure
+from weft.extensions.diagnose.finding import Detector, Finding, percent
+from weft.extensions.diagnose.layout import large_bubble, small_microbatch, unneeded_recompute
+from weft.extensions.diagnose.links import slow_link
+from weft.extensions.diagnose.ranks import data_starved, host_bound, neighbour, slow_rank
+from weft.extensions.diagnose.throttling import throttling
+from weft.job.run_folder import RunDir
+from weft.planner.number_format import seconds
+
+DETECTORS: tuple[Detector, ...] = (
+    slow_rank, slow_link, data_starved, host_bound, throttling, unneeded_recompute, small_microbatch, large_bubble,
+    neighbour,
+)  # fmt: skip
+"""Causes of a slow run. A failure comes first."""
+MORE_MEMORY: tuple[Detector, ...] = (unneeded_recompute, small_microbatch)
+"""Those whose fix takes more memory."""
+
+
+def diagnose(run: RunDir) -> tuple[list[Finding], RunEvidence]:
+    """The findings of a run, and what they were found in."""
+    found = read_evidence(run)
+    failed = failure(found)
+    skipped = MORE_MEMORY if failed is not None and failed.cause == "out_of_memory" else ()
+    slow = [finding for detect in DETECTORS if detect not in skipped and (finding := detect(found)) is not None]
+    slow.sort(key=lambda finding: -(finding.costs_percent or 0.0))
+    return ([failed] if failed else []) + slow, found
+
+
+def sentences(findings: list[Finding], found: RunEvidence) -> list[str]:
+    """The answer for a terminal."""
+    lines = [_summary(found), ""]
+    for finding in findings:
+        cost = f", {finding.costs_percent:.0f} % of the step" if finding.costs_percent is not None else ""
+        lines += [f"{finding.cause.replace('_', ' ')}{cost}: {finding.evidence}.", f"  Try: {finding.fix}.", ""]
+    if not findings:
+        lines.append("No cause was found in the files of this run.")
+    return lines
+
+
+def _summary(found: RunEvidence) -> str:
+    """Where the time of a step goes, and predicted beside measured."""
+    table, records = found.table, found.records
+    if not records:
+        return f"{found.run.path}: no steps are recorded."
+    text = f"{found.run.path}: {len(records)} steps of {seconds(found.step_s)}"
+    planned = number((found.plan.predicted if found.plan else {}).get("step_time_s"))
+    if planned:
+        text += f" ({seconds(planned)} planned)"
+    if table is not None:
+        # medians, because a rank may wait for a trace or an evaluation, which is not part of the step's time
+        total = float(np.median(table.seconds))
+        parts = {"computing": table.figures["busy_s"], "waiting for data": table.get("data_s")}
+        parts |= {f"waiting on {axis}": waits for axis, waits in table.waits.items()}
+        shares = {what: float(np.median(part.mean(axis=1))) for what, part in parts.items()}
+        text += "; " + ", ".join(f"{what} {percent(s / total)}" for what, s in shares.items() if s / total >= 0.005)
+    return text + "."

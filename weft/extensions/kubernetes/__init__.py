@@ -1,0 +1,8 @@
+"""Runs on Kubernetes: manifests of Jobs, JobSets, TrainJobs and PyTorchJobs, and a client that follows them.
+
+Registers the target `kubernetes` of `weft launch`.
+"""
+
+from weft.launch.targets.known_targets import LAUNCH_TARGETS, TargetKind
+
+LAUNCH_TARGETS.register(TargetKind("kubernetes", "weft.extensions.kubernetes.kubernetes_target:KubernetesTarget"))

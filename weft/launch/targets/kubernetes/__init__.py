@@ -1,1 +1,0 @@
-"""The target `kubernetes`: manifests, the client of the API, and the entry of the registry."""

@@ -1,1 +1,0 @@
-"""Scoring the estimates against tables of published runs."""

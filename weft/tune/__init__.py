@@ -1,1 +1,0 @@
-"""`weft tune`: settings of a job found by trials, for a low loss or for speed."""

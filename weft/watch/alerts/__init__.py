@@ -1,1 +1,0 @@
-"""Alerts about a run: rules that find them, and targets that receive them."""

@@ -1,1 +1,0 @@
-"""Why a run is slow, or why it failed: causes found in its folder."""

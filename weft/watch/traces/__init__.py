@@ -1,1 +1,0 @@
-"""Traces of all ranks of a run, and the parts of a step's time."""

@@ -1,1 +1,0 @@
-"""Experiment trackers: one small adapter each, listed in known_trackers.py."""
