@@ -31,7 +31,11 @@ LONG = (
 )  # fmt: skip
 """Files that take 12 s of CPU and more, the longest first: one that came last would leave the other workers idle.
 test_families brings all files of WITH_TRANSFORMERS with it, which take 100 s."""
-WITH_TRANSFORMERS = ("tests/pretrained/", "tests/extensions/adapters/test_hf_trainer.py", "tests/models/test_decoding_cache.py")
+WITH_TRANSFORMERS = (
+    "tests/pretrained/",
+    "tests/extensions/adapters/test_hf_trainer.py",
+    "tests/models/test_decoding_cache.py",
+)
 """Importing it takes seconds, so one worker has all tests that do."""
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of hundreds of commands would compile all of weft again

@@ -1,6 +1,11 @@
 """For scripts written for DeepSpeed: `import weft.deepspeed as deepspeed`."""
 
 from weft.extensions.adapters.deepspeed_accelerator import get_accelerator
-from weft.extensions.adapters.deepspeed_engine import DeepSpeedEngine, add_config_arguments, init_distributed, initialize
+from weft.extensions.adapters.deepspeed_engine import (
+    DeepSpeedEngine,
+    add_config_arguments,
+    init_distributed,
+    initialize,
+)
 
 __all__ = ["DeepSpeedEngine", "add_config_arguments", "get_accelerator", "init_distributed", "initialize"]

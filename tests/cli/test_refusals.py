@@ -109,10 +109,10 @@ def test_text_fields_keep_what_was_written(folder: Path, text: str, name: str) -
 
 def test_export_refuses_what_is_not_a_regular_file(tmp_path: Path) -> None:
     from weft.checkpoint.format import SavedCheckpoint
+    from weft.extensions.traces.chrome import write_trace
     from weft.extensions.traces.trace_steps import trace_job
     from weft.training.export import export_file
     from weft.watch.html_page import write_page
-    from weft.extensions.traces.chrome import write_trace
 
     found = SavedCheckpoint.__new__(SavedCheckpoint)
     (tmp_path / "link").symlink_to("/dev/full")

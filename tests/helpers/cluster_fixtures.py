@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+
 from helpers.interpreter import ForkedInterpreter
 from helpers.real_clusters import SlurmCluster, SshHosts
 

@@ -10,8 +10,9 @@ from weft.job.errors import Exit, JobError, WeftError
 from weft.job.run_folder import RunDir, find_run
 from weft.launch.claims import claims_of_runs
 from weft.launch.policy import policy_process
-from weft.launch.targets.known_targets import LAUNCH_TARGETS, find_target
+from weft.launch.targets.known_targets import find_target
 from weft.launch.targets.target import JobState, JobStatus, LaunchRecord, launch_folder
+from weft.launch.targets.target_kinds import LAUNCH_TARGETS
 from weft.watch.runs.run_catalog import RunEntry, find_runs
 
 COLUMNS = ("name", "state", "target", "job_id", "last_step", "steps", "nodes", "ranks", "claim")

@@ -60,10 +60,18 @@ def clear_measurement(run: RunDir) -> None:
 
 def take_steps(session: Session, signals: Signals, count: int) -> Exit:
     """Take steps as the training loop does, without evaluations and checkpoints."""
-    tracer, device = session.tracer, session.mesh.device
+    observers, device = session.observers, session.mesh.device
     write = session.journal.metrics if session.journal else (lambda record: None)
     metrics = StepMetrics(
-        session.job, session.plan, session.mesh, session.state, write, signals, session.guards, tracer, session.energy
+        session.job,
+        session.plan,
+        session.mesh,
+        session.state,
+        write,
+        signals,
+        session.guards,
+        observers,
+        session.energy,
     )
     metrics.start_clock()
     with closing(session.loader()) as loader:
@@ -76,7 +84,7 @@ def take_steps(session: Session, signals: Signals, count: int) -> Exit:
             session.now("update")
             norm, _ = session.stepper.update(grads, lr)
             metrics.post(grads, norm, lr)
-            if tracer.between_steps():
+            if observers.between_steps():
                 metrics.start_clock()
     metrics.settle()
     return Exit.DONE

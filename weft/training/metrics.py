@@ -30,8 +30,8 @@ from weft.training.noise_scale import NoiseScale
 from weft.training.run_energy import RunEnergy
 from weft.training.state import State
 from weft.training.step import Gradients
-from weft.training.stop_requests import Signals
 from weft.training.step_observers import StepObservers
+from weft.training.stop_requests import Signals
 
 MAX_RANKS_EACH_STEP = 16
 """Ranks whose figures are written with every step; with n times as many, with every n-th step."""

@@ -44,9 +44,9 @@ from weft.training.run_history import fetch_history, upload_history
 from weft.training.slices_file import write_slices
 from weft.training.state import State, meta_problem
 from weft.training.step import Stepper
+from weft.training.step_observers import StepObservers
 from weft.watch import logs
 from weft.watch.journal import Journal
-from weft.training.step_observers import StepObservers
 from weft.wire.tunnel import open_tunnel
 
 
@@ -277,8 +277,8 @@ def open_session(
     stepper.before_update = guards.weights.before_update
     observers = StepObservers.of(job, run, mesh, lambda: heartbeat.now("checkpoint", state.step))
     session = Session(
-        job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, heartbeat, guards, observers,
-        open_energy(job, plan, run, mesh, log),
+        job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, heartbeat, guards,
+        observers, open_energy(job, plan, run, mesh, log),
     )  # fmt: skip
     for compressor in state.model.compressors:
         compressor.report = session.compression

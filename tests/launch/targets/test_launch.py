@@ -15,7 +15,8 @@ from helpers.command import Output, Started, losses, run_of, until, weft, write_
 
 from weft.job.load import load_job
 from weft.launch.launch_job import plan_for
-from weft.launch.targets.known_targets import LAUNCH_TARGETS, find_target
+from weft.launch.targets.known_targets import find_target
+from weft.launch.targets.target_kinds import LAUNCH_TARGETS
 
 InProcess = Callable[..., Output]
 

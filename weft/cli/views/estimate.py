@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.cli.table_scorers import TABLE_SCORERS
 from weft.job.errors import JobError
 from weft.job.import_by_name import find_object
 from weft.job.load import load_job
-from weft.job.registry import Registry
 from weft.planner.calibration import load_calibration
 from weft.planner.job_estimate import estimate_job, show_estimate
 from weft.planner.make_plan import make_plan
-
-
-@dataclass(frozen=True)
-class TableScorer:
-    """Scores the estimates against a table of measured runs. Functions are named as `module:function`."""
-
-    name: str
-    score: str
-    """From (path, whether to fit sources without a calibration, name of a calibration or None) to the scores."""
-    show: str
-    """From the scores to text."""
-
-
-TABLE_SCORERS: Registry[TableScorer] = Registry("estimate --table", __name__)
 
 
 def run_and_show(

@@ -3,6 +3,6 @@
 Registers the target `kubernetes` of `weft launch`.
 """
 
-from weft.launch.targets.known_targets import LAUNCH_TARGETS, TargetKind
+from weft.launch.targets.target_kinds import LAUNCH_TARGETS, TargetKind
 
 LAUNCH_TARGETS.register(TargetKind("kubernetes", "weft.extensions.kubernetes.kubernetes_target:KubernetesTarget"))

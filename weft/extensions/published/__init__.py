@@ -3,7 +3,7 @@
 Registers what `weft estimate --table` does.
 """
 
-from weft.cli.views.estimate import TABLE_SCORERS, TableScorer
+from weft.cli.table_scorers import TABLE_SCORERS, TableScorer
 
 PACKAGE = __name__
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from weft.extensions.traces.breakdown import RankTrace
 from weft.job.errors import check_output_file
 from weft.watch.profiler_trace import COLLECTIVE_NAME
-from weft.extensions.traces.breakdown import RankTrace
 
 Event = dict[str, Any]
 

@@ -32,14 +32,14 @@ def trace(
     as_json: AsJson = False,
 ) -> None:
     """Trace a few steps of a job. Writes one file of all ranks for Perfetto, and shows the parts of a step."""
-    from weft.job.load import load_job
     from weft.extensions.traces.viewer import find_viewer, serve_trace
+    from weft.job.load import load_job
 
     if open_:
         find_viewer()
     described = load_job(job, overrides or ())
-    from weft.extensions.traces.trace_steps import trace_job
     from weft.extensions.traces.merge import table
+    from weft.extensions.traces.trace_steps import trace_job
 
     clean_up_on_interrupt()
     code, file, summary = trace_job(described, nproc, steps, out, print_stderr)

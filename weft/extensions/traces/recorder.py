@@ -12,12 +12,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from weft.comm.timeline import CommTimeline
 from weft.comm.trace_ranges import COMM, RangeSpan, StepRanges
-from weft.mesh import Mesh
-from weft.watch.kernel_classes import HOST
-from weft.watch.profiler_trace import COLLECTIVE_NAME
 from weft.extensions.traces.breakdown import PIPELINE, RankTrace, Sent
 from weft.extensions.traces.intervals import Span, union
 from weft.extensions.traces.profiler_events import CLOCK, event_span, is_message
+from weft.mesh import Mesh
+from weft.watch.kernel_classes import HOST
+from weft.watch.profiler_trace import COLLECTIVE_NAME
 
 CLOCK_MARKS = 5
 STEP = "ProfilerStep#"

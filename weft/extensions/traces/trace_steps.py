@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from weft.extensions.traces.merge import summary_path
+from weft.extensions.traces.tracer import StepTracer, TraceRequest
 from weft.job.errors import check_output_file
 from weft.job.schema import Job
 from weft.measure.short_run import short_run, take_steps
 from weft.training.session import Session
 from weft.watch.journal import read_metrics
-from weft.extensions.traces.merge import summary_path
-from weft.extensions.traces.tracer import StepTracer, TraceRequest
 
 WARMUP_STEPS = 8
 """Steps before the traced ones; the median of the last half is compared with the traced steps."""

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from weft.comm.trace_ranges import StepRanges
-from weft.job.run_folder import RunDir
-from weft.job.schema import Job
-from weft.mesh import Mesh
 from weft.extensions.traces.clocks import clock_offsets
 from weft.extensions.traces.merge import RANK_SPANS, RANK_TRACE, merge
 from weft.extensions.traces.profiler_events import aligned
 from weft.extensions.traces.recorder import StepRecorder, phase_name
+from weft.job.run_folder import RunDir
+from weft.job.schema import Job
+from weft.mesh import Mesh
 
 
 @dataclass

@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import difflib
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from weft.job.errors import JobError
 from weft.job.import_by_name import find_object
 from weft.job.load import read_yaml
-from weft.job.registry import Registry
 from weft.job.text_file import read_small_text
 from weft.launch.targets.target import Target
-
-
-@dataclass(frozen=True)
-class TargetKind:
-    """A place where `weft launch` starts runs."""
-
-    name: str
-    build: str
-    """`module:class` of its Target, imported when it is used."""
-
-
-LAUNCH_TARGETS: Registry[TargetKind] = Registry("cluster.target", __name__)
-
-for name, build in (("local", "local:LocalTarget"), ("ssh", "ssh:SshTarget"), ("slurm", "slurm:SlurmTarget")):
-    LAUNCH_TARGETS.register(TargetKind(name, f"weft.launch.targets.{build}"))
+from weft.launch.targets.target_kinds import LAUNCH_TARGETS
 
 
 def find_target(name: str) -> Target:

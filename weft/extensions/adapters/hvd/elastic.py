@@ -17,9 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from weft.extensions.adapters.training import create_state, plain_values
 from weft.checkpoint.save_load import load, save
-from weft.extensions.adapters.hvd.operations import broadcast_object, broadcast_optimizer_state, broadcast_parameters, init, joined
+from weft.extensions.adapters.hvd.operations import (
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    init,
+    joined,
+)
+from weft.extensions.adapters.training import create_state, plain_values
 from weft.job.errors import JobError
 
 FOLDER = "WEFT_ELASTIC_DIR"

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from weft.extensions.adapters.layout import join_ranks
-from weft.extensions.adapters.training import create_state
 from weft.comm.compression.codec_base import RoundingNoise
 from weft.comm.compression.codecs import codecs_of
 from weft.comm.compression.compressed_sum import sum_all
+from weft.extensions.adapters.layout import join_ranks
+from weft.extensions.adapters.training import create_state
 from weft.hardware.rank_environment import rank_info
 from weft.job.compression import parse_compression
 from weft.job.errors import JobError

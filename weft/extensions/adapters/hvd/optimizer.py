@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from weft.extensions.adapters.optimizer_wrapper import OptimizerWrapper
 from weft.comm.background import BackgroundWorker
 from weft.extensions.adapters.hvd.operations import Average, HvdCompression, Sum, joined, size
+from weft.extensions.adapters.optimizer_wrapper import OptimizerWrapper
 from weft.job.compression import parse_compression
 from weft.job.errors import JobError
 from weft.optim.gradient_clip import scale_grads
