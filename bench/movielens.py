@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.data.recommend.rating_files import Ints, Ratings, find_ratings, read_ratings
-from weft.data.recommend.ratings import RatingDataset
+from weft.extensions.recommenders.data.rating_files import Ints, Ratings, find_ratings, read_ratings
+from weft.extensions.recommenders.data.ratings import RatingDataset
 from weft.job import load_job
 from weft.job.shapes import resolve
 from weft.models.user.eval_metrics import METRICS, area_under_curve

@@ -24,11 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.extensions.recommenders.models.dlrm import mlp
+from weft.extensions.recommenders.tables.row_storage import CachedRows
 from weft.hardware.probe import probe
 from weft.job import parse_job
 from weft.job.run_folder import RunDir
-from weft.models.recommend.dlrm import mlp
-from weft.parallel.tables.row_storage import CachedRows
 from weft.planner import make_plan
 from weft.training.session import open_session
 

@@ -35,9 +35,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from weft.data.loader import to_device
+from weft.extensions.vision.resnet import ResNet
 from weft.job import parse_job
 from weft.job.run_folder import RunDir
-from weft.models.vision.resnet import ResNet
 from weft.planner import make_plan
 from weft.training.session import open_session
 

@@ -10,9 +10,9 @@ from weft.data.corpora import CORPORA
 from weft.data.epochs import with_steps
 from weft.data.loader import Loader
 from weft.data.open_dataset import open_dataset
+from weft.data.patches import image_patches
 from weft.data.sources import open_tokenizer
 from weft.data.tokenizer import train_bpe
-from weft.data.vision.patches import image_patches
 from weft.job import Data, Job, JobError, parse_job
 from weft.job.schema import Model, Train
 from weft.job.shapes import resolve

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from weft.job.errors import JobError
-from weft.models.vision.batch_norm import GlobalBatchNorm, use_global_batch_norms, use_rank_batch_norms
+from weft.models.batch_norm import GlobalBatchNorm, use_global_batch_norms, use_rank_batch_norms
 
 
 @pytest.mark.parametrize(

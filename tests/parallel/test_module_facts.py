@@ -11,7 +11,7 @@ from helpers.parity import make_job
 from torch import Tensor, nn
 
 import weft
-from weft.data.vision import idx_files
+from weft.extensions.vision import idx_files
 from weft.job.errors import JobError
 from weft.job.schema import Job
 

@@ -13,14 +13,14 @@ from weft.data.growing import GrowingDataset
 from weft.data.mixture import MixedDataset, SourceShares, TaskDataset, describe_shares
 from weft.data.order import OrderedDataset, SampleOrder, indices_of
 from weft.data.shard_patterns import first_missing
+from weft.data.source_kinds import SOURCES
 from weft.data.sources import (
-    SOURCE_KINDS,
-    SOURCE_NAMES,
     check_vocab,
     conversation_encoder,
     is_user_dataset,
     open_source,
     refuse_conversations,
+    source_names,
     token_samples,
 )  # fmt: skip
 from weft.data.store import is_store
@@ -29,6 +29,7 @@ from weft.data.tasks.text_pairs import BUCKET_BATCHES
 from weft.data.tokenizer import load_tokenizer
 from weft.data.user.user_dataset import UserDataset
 from weft.job.errors import JobError
+from weft.job.import_by_name import find_object
 from weft.job.schema import Job
 
 
@@ -61,12 +62,17 @@ def _with_data(job: Job, **fields: object) -> Job:
 
 def is_local(job: Job) -> bool:
     """Whether open_dataset() would download nothing."""
-    return all(kind.is_local(name) for kind in SOURCE_KINDS for name in _sources(job) & set(kind.names))
+    return all(
+        find_object(kind.is_local, "data.source")(name)
+        for kind in SOURCES
+        if kind.is_local
+        for name in _sources(job) & set(kind.sources)
+    )
 
 
 def has_missing_files(job: Job) -> bool:
     """Whether a source is one of files, and they are not on this machine."""
-    named = {name for kind in SOURCE_KINDS for name in kind.names}
+    named = {name for kind in SOURCES for name in kind.sources}
     return any(
         not is_user_dataset(source) and first_missing(Path(source)) is not None for source in _sources(job) - named
     )
@@ -133,7 +139,7 @@ def _mixed_sources(job: Job) -> list[Job]:
     jobs = []
     for each in job.data.mixture:
         source, format = each.source, each.format or job.data.format
-        named = source in SOURCE_NAMES or is_user_dataset(source) or is_store(Path(source))
+        named = source in source_names() or is_user_dataset(source) or is_store(Path(source))
         streaming = job.data.streaming and not named and format in ("text", "chat", "instruction")
         jobs.append(_with_data(job, source=source, format=format, mixture=(), streaming=streaming))
     return jobs

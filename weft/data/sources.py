@@ -1,11 +1,9 @@
-"""The sources of samples that data.source may name: one entry each, and token stores and corpora of text."""
+"""From data.source to a dataset: a registered kind, a user's dataset, a token store or a corpus of text."""
 
 from __future__ import annotations
 
 import difflib
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,34 +18,15 @@ from weft.data.file_array import FileArray
 from weft.data.formats.huggingface_datasets import HUB_PREFIX
 from weft.data.growing import find_shards
 from weft.data.prepared_files import prepared_store
-from weft.data.recommend.rating_files import local_ratings
-from weft.data.recommend.ratings import RATING_SOURCES, open_ratings, reads_ratings
+from weft.data.source_kinds import SOURCES
 from weft.data.store import is_store, open_store, store_tokenizer
-from weft.data.synthetic import open_synthetic
-from weft.data.tasks.labeled_texts import open_labeled_texts
-from weft.data.tasks.text_pairs import open_text_pairs
 from weft.data.text_windows import TextDataset
 from weft.data.tokenizer import Tokenizer, Tokens, load_tokenizer
 from weft.data.user.user_dataset import open_user_dataset
-from weft.data.vision.idx_files import local_idx
-from weft.data.vision.image_captions import open_image_captions, reads_captions
-from weft.data.vision.image_dataset import IMAGE_SOURCES, open_images, reads_images
 from weft.job.data_files.token_files import read_meta
 from weft.job.errors import JobError
+from weft.job.import_by_name import find_object
 from weft.job.schema import Data, Job
-
-
-@dataclass(frozen=True)
-class SourceKind:
-    """A kind of data.source."""
-
-    reads: Callable[[Job], bool]
-    """Whether the source of a job is of this kind."""
-    open: Callable[[Job], Dataset]
-    names: tuple[str, ...] = ()
-    """Values of data.source that name one."""
-    is_local: Callable[[str], bool] = lambda name: True
-    """Whether a named one is on this machine, else it is downloaded."""
 
 
 def is_user_dataset(source: str) -> bool:
@@ -55,22 +34,20 @@ def is_user_dataset(source: str) -> bool:
     return ":" in source and not source.startswith(HUB_PREFIX) and not Path(source).exists()
 
 
-SOURCE_KINDS = (
-    SourceKind(lambda job: job.data.source == "synthetic" and not reads_images(job), open_synthetic, ("synthetic",)),
-    SourceKind(reads_captions, open_image_captions),
-    SourceKind(reads_ratings, open_ratings, RATING_SOURCES, lambda name: local_ratings() is not None),
-    SourceKind(reads_images, open_images, IMAGE_SOURCES, lambda name: local_idx(name) is not None),
-    SourceKind(lambda job: job.data.format is None and is_user_dataset(job.data.source), open_user_dataset),
-    SourceKind(lambda job: job.data.format == "labels", open_labeled_texts),
-    SourceKind(lambda job: job.data.format == "pairs", open_text_pairs),
-)
-"""The first that reads a source opens it; what none reads is text: a corpus, a token store or files to tokenize."""
-SOURCE_NAMES = (*CORPORA, *RECORD_CORPORA, *(name for kind in SOURCE_KINDS for name in kind.names))
+def source_names() -> tuple[str, ...]:
+    """Every value of data.source that is a name."""
+    return (*CORPORA, *RECORD_CORPORA, *(name for kind in SOURCES for name in kind.sources))
 
 
 def open_source(job: Job) -> Dataset:
-    """The dataset of data.source."""
-    return next((kind.open for kind in SOURCE_KINDS if kind.reads(job)), _open_text)(job)
+    """The dataset of data.source: the last registered kind that reads it opens it."""
+    for kind in reversed(list(SOURCES)):
+        if find_object(kind.reads, "data.source")(job):
+            dataset: Dataset = find_object(kind.open, "data.source")(job)
+            return dataset
+    if job.data.format is None and is_user_dataset(job.data.source):
+        return open_user_dataset(job)
+    return _open_text(job)
 
 
 def _open_text(job: Job) -> PackedDocuments | TextDataset:
@@ -86,7 +63,7 @@ def _open_text(job: Job) -> PackedDocuments | TextDataset:
             f"model.family={job.model.family} reads {kind}, and data.source {source} has none; write "
             f"data.format={form} and the path of its files"
         )
-    if source not in SOURCE_NAMES and not (format and not is_store(Path(source))):
+    if source not in source_names() and not (format and not is_store(Path(source))):
         _check_store_path(source)
     if job.model.is_classifier or job.model.is_stack:
         raise JobError(
@@ -151,7 +128,7 @@ def open_tokenizer(data: Data) -> Tokenizer:
     format = (data.mixture[0].format if data.mixture else None) or data.format
     if data.growing and format is None:
         source = str(Path(source) / find_shards(data)[0])
-    if source in SOURCE_NAMES or (format and not is_store(Path(source))) or is_user_dataset(source):
+    if source in source_names() or (format and not is_store(Path(source))) or is_user_dataset(source):
         return load_tokenizer(data.tokenizer)
     _check_store_path(source)
     return store_tokenizer(Path(source), read_meta(Path(source)))
@@ -173,11 +150,11 @@ def _check_store_path(source: str) -> None:
                 f"`weft data build {source} --out DIR` and write data.source=DIR"
             )
         return
-    near = difflib.get_close_matches(source, SOURCE_NAMES, n=1)
+    near = difflib.get_close_matches(source, source_names(), n=1)
     hint = f"; did you mean {near[0]}?" if near else "."
     raise JobError(
-        f"data.source: no source or path is named {source!r}{hint} It may be {', '.join(SOURCE_NAMES)}, the path of a "
-        "store made by `weft data build`, or your own dataset as package.module:name"
+        f"data.source: no source or path is named {source!r}{hint} It may be {', '.join(source_names())}, the path of "
+        "a store made by `weft data build`, or your own dataset as package.module:name"
     )
 
 

@@ -22,6 +22,11 @@ _CAPTIONS, _SQUARES, _WORDS = 128, 4, 6
 _VAL, _TEACHER = 1 << 62, 1 << 63
 
 
+def reads_noise(job: Job) -> bool:
+    """Whether data.source is synthetic."""
+    return job.data.source == "synthetic"
+
+
 def open_synthetic(job: Job) -> SyntheticDataset:
     """Synthetic data for the model: tokens, vectors with a teacher's output, or patches with a class."""
     model, seed = job.model, job.train.seed

@@ -38,34 +38,6 @@ for entry in (
         ),
     ),
     Family(
-        "vit", "An encoder of image patches.", "weft.models.transformer:Transformer", "classifier",
-        dict(
-            norm="layernorm", norm_eps=1e-6, positions="learned", activation="gelu", tied=False, bias=True,
-            qk_norm=False, causal=False, dropout=0.0, rope_theta=10_000.0,
-        ),
-    ),
-    Family(
-        "resnet", "ResNet of 18, 34, 50, 101 or 152 layers.", "weft.models.vision.resnet:ResNet", "module", {},
-        args="weft.models.vision.resnet_depths:resnet_args", fields=("layers", "channels"),
-    ),
-    Family(
-        "clip", "CLIP: an image and a text encoder with a contrastive loss.", "weft.models.vision.clip:ImageText",
-        "module", dict(loss="contrastive", dim=512, activation="gelu_exact"),
-        args="weft.models.vision.clip_arguments:clip_args", has_towers=True,
-        fields=("dim", "image", "channels", "activation", "norm_eps", "towers"),
-    ),
-    Family(
-        "dlrm", "DLRM: embedding tables, dense features and their dot products.", "weft.models.recommend.dlrm:DLRM",
-        "module", dict(loss="bce", dim=16, bottom=(64,), top=(64,)), args="weft.models.recommend.arguments:dlrm_args",
-        has_tables=True, fields=("dim", "tables", "table_optim", "dense_features", "bottom", "top"),
-    ),
-    Family(
-        "two_tower", "Two towers, of users and of items, and the dot product of their outputs.",
-        "weft.models.recommend.two_tower:TwoTower", "module", dict(loss="bce", dim=16, bottom=(64,)),
-        args="weft.models.recommend.arguments:two_tower_args",
-        has_tables=True, fields=("dim", "tables", "table_optim", "dense_features", "bottom"),
-    ),
-    Family(
         "mlp", "The deep MLP of the lessons.", "weft.models.mlp:DeepMLP", "stack", dict(bias=True, dropout=0.0),
         fields=("dim", "layers", "bias", "dropout"),
     ),

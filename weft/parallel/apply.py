@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -16,12 +15,13 @@ from weft.comm.background import BackgroundWorker
 from weft.comm.shards import sharded_axes
 from weft.job.compression import parse_compression
 from weft.job.errors import JobError
+from weft.job.import_by_name import find_object
 from weft.memory import Fp8Codec, Fp8HostOffload, HostOffload, recomputed_units, run_in_chunks, save_as_fp8
 from weft.memory.split_master import split_parameters
 from weft.memory.weight_stream import WeightStream, streamed_units
-from weft.mesh import TOWER_AXES, Mesh, ranks_of_a_node
+from weft.mesh import Mesh, ranks_of_a_node
+from weft.models.batch_norm import connect_batch_norms
 from weft.models.encoder_decoder import EncoderDecoder
-from weft.models.vision.batch_norm import connect_batch_norms
 from weft.parallel.compiled_units import compile_parts, recompute_and_compile
 from weft.parallel.context.context_attention import Context
 from weft.parallel.context.sequence_split import SequenceSplit
@@ -39,15 +39,12 @@ from weft.parallel.expert.expert_parallel import (
     spread_experts,
 )
 from weft.parallel.fp8 import DelayedScales, recipe_of, use_fp8, use_fp8_head
-from weft.parallel.model_checks import check_model, cut_into_stages, find_tower, refuse_scalars
+from weft.parallel.model_checks import check_model, cut_into_stages, refuse_scalars
 from weft.parallel.pipeline.executor import Pipelined
 from weft.parallel.spread_model import SpreadModel
-from weft.parallel.tables.sharded_tables import spread_tables
+from weft.parallel.spreaders import SPREADERS
 from weft.parallel.tensor import split_tensors
 from weft.parallel.tensor_layers import TensorSplit
-from weft.parallel.towers.sample_exchange import SampleExchange
-from weft.parallel.towers.tower_call import TowerCall
-from weft.parallel.towers.tower_model import TowerModel
 from weft.parallel.units import aliases_of, find_units, materialise, members, same_everywhere
 from weft.planner.plan import Plan
 from weft.planner.schedules.known_schedules import make_schedule
@@ -80,13 +77,15 @@ def parallelize(
                 value.copy_(same_everywhere(value.to(mesh.device), mesh))
     split = plan.split if own is None else ()  # that of a module counts its parts with weights
     recomputed = recomputed_units(list(find_units(model)), plan.recompute, plan.pp * plan.virtual_stages, split)
-    tables = spread_tables(model, mesh, plan, seed)
+    kinds = [kind for kind in SPREADERS if kind.wanted(model, plan)]
+    separate = [find_object(kind.take_out, "spreader")(model, mesh, plan, seed) for kind in kinds if kind.take_out]
+    tables = separate[0] if separate else None
     weights = WeightStream(mesh.device)
     load = ExpertLoad(model, mesh.device, mesh.everyone, plan.ep)
     if pp is None:
         summed = plan.accumulation > 1 or not bare_gradients
-        if plan.towers:
-            spread_model: SpreadModel = spread_towers(model, mesh, plan, seed, summed)
+        if spread := next((kind.spread for kind in kinds if kind.spread), None):
+            spread_model: SpreadModel = find_object(spread, "spreader")(model, mesh, plan, seed, summed)
         else:
             spread_model = spread_stage(model, mesh, plan, seed, recomputed, summed, worker, weights)
         load.watch(spread_model.module)
@@ -106,35 +105,6 @@ def parallelize(
     load.watch(*(stage.module for stage in stages.values()))
     ties = own.ties if own is not None else dict.fromkeys(aliases_of(model).values(), (0, schedule.stages - 1))
     return Pipelined(stages, schedule, pp, mesh.device, COMPUTE_DTYPES[plan.precision], cut, load, at_once, ties)
-
-
-def spread_towers(model: nn.Module, mesh: Mesh, plan: Plan, seed: int, summed: bool) -> TowerModel:
-    """Spread each tower over its own mesh, and the rest of the model as the plan says. A tower's place in the model is
-    taken by a module that moves samples to its ranks and vectors back."""
-    with torch.no_grad():
-        for value in (*model.parameters(), *model.buffers()):
-            value.copy_(same_everywhere(value.to(mesh.device), mesh))
-    towers = []
-    for row in plan.towers:
-        name = row["name"]
-        tower, own = find_tower(model, name, row["ranks"] < mesh.world), mesh.towers.get(name)
-        trained = any(p.requires_grad for p in tower.parameters())
-        if own is not None:
-            degrees = {axis: row[axis] for axis in (*TOWER_AXES, "zero")}
-            recomputed = recomputed_units(list(find_units(tower)), plan.recompute)
-            layout = replace(plan, **degrees, towers=())
-            made = replace(spread_stage(tower, own, layout, seed, recomputed, summed), prefix=f"{name}.")
-            held = (made.master_params, made.grad_params, made.compute_params, made.frozen)
-            mesh.assign((t for tensors in held for t in tensors.values()), own)
-            towers.append(made)
-        exchange = None
-        if mesh.everyone is not None and (row["tp"] > 1 or row["ranks"] < mesh.world):
-            ends = range(row["first"], row["first"] + row["ranks"] + 1, row["tp"])
-            exchange = SampleExchange(mesh.everyone, [range(a, b) for a, b in pairwise(ends)])
-        model.set_submodule(name, TowerCall(name, None if own is None else tower, exchange, mesh, trained))
-    rest = spread_stage(model, mesh, plan, seed, {}, summed)
-    frozen = rest.frozen | {made.prefix + n: p for made in towers for n, p in made.frozen.items()}
-    return TowerModel(**{**vars(rest), "frozen": frozen}, towers=tuple(towers))
 
 
 def spread_stage(

@@ -17,7 +17,7 @@ from weft.parallel.data.data_parallel import Replicas, Shards, nothing
 from weft.parallel.expert.expert_load import ExpertLoad
 from weft.parallel.fp8 import DelayedScales
 from weft.parallel.module_internals import passing_buffers
-from weft.parallel.tables.sharded_tables import ShardedTables
+from weft.parallel.spreaders import SeparateParameters
 
 Batch = dict[str, Tensor]
 
@@ -48,7 +48,7 @@ class SpreadModel:
     """The amax history of fp8 layers."""
     load: ExpertLoad | None = None
     """The experts' load; None in a stage of a pipeline, which has its own."""
-    tables: ShardedTables | None = None
+    tables: SeparateParameters | None = None
     """Embedding tables, which are not among the parameters."""
     weights: WeightStream | None = None
     """Weights that live in host memory; the stages of a rank share it."""

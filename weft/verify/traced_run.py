@@ -17,7 +17,7 @@ from weft.data.loader import Loader, to_device
 from weft.data.open_dataset import open_dataset
 from weft.job.schema import Job
 from weft.mesh import Mesh, connect
-from weft.models.vision.batch_norm import GlobalBatchNorm
+from weft.models.batch_norm import GlobalBatchNorm
 from weft.planner import Plan, make_plan
 from weft.training.build import build_state
 from weft.training.state import State

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from weft.data.dataset import OwnSource
+from weft.data.patches import image_patches, with_token_row
 from weft.data.user.global_random import generator_state, seeded
 from weft.data.user.map_style import MapStyle, as_dataset
-from weft.data.vision.patches import image_patches, with_token_row
 from weft.job.errors import JobError
 from weft.job.schema import Job, Model
 from weft.models.user.sample_fit import misfit

@@ -16,10 +16,10 @@ from weft.job.errors import JobError
 from weft.job.import_by_name import find_object
 from weft.job.registry import listed
 from weft.job.schema import Model
+from weft.models.batch_norm import use_global_batch_norms, use_rank_batch_norms
 from weft.models.user.named_losses import Batch, losses_of, sample_numbers, task_loss_sum
 from weft.models.user.sample_tree import TARGET_NAMES, unflatten
 from weft.models.user.task_losses import TaskLosses
-from weft.models.vision.batch_norm import use_global_batch_norms, use_rank_batch_norms
 
 
 def build_user_module(model: Model, seed: int) -> nn.Module:

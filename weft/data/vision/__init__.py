@@ -1,1 +1,0 @@
-"""Images: files of several formats, augmentation, and the dataset made of both."""

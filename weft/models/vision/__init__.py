@@ -1,1 +1,0 @@
-"""Models of images, and batch norm over replicas."""

@@ -1,1 +1,0 @@
-"""Towers: encoders of one model, each spread over ranks by a layout of its own."""
