@@ -281,8 +281,7 @@ def what_fits() -> str:
 
 def own_code() -> str:
     """What the adapters of other libraries take, ignore and refuse, from the tables that they apply."""
-    from weft.extensions.adapters import hvd
-    from weft.extensions.adapters import accelerator, lightning_callbacks, lightning_loop
+    from weft.extensions.adapters import accelerator, hvd, lightning_callbacks, lightning_loop
     from weft.extensions.adapters.deepspeed_engine import DeepSpeedEngine
     from weft.extensions.adapters.hf_arguments import HANDLED, WITHOUT_EFFECT
     from weft.extensions.adapters.hf_trainer import WeftTrainer
