@@ -213,7 +213,7 @@ def test_output_that_nobody_reads(folder: Path) -> None:
 def test_closed_files_are_open_for_processes_that_a_command_starts(folder: Path) -> None:
     """A rank that has no standard files would give their numbers to the first files that it opens."""
     code = (
-        "import os, weft.cli; weft.cli._prepare_streams();"
+        "import os, weft.cli.main; weft.cli.main._prepare_streams();"
         "open('found', 'w').write(str([os.get_inheritable(n) for n in range(3)]))"
     )
     command = f'{sys.executable} -c "{code}" <&- >&- 2>&-'

@@ -26,6 +26,9 @@ BASE: dict[str, Any] = {
     "optim": {"lr": 1e-3, "warmup": 0, "schedule": "constant", "clip": 0.5},
 }
 
+NOT_OURS: dict[str, Any] = dict.fromkeys(("family", "dim", "layers", "heads", "kv_heads", "ffn", "vocab"))
+"""Fields of the default model that a user module does not have."""
+
 
 ONE_PASS = "train.accumulation=1"
 """For matrices whose subject is the model or the optimizer: whether passes add up depends on the layout alone, so one

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import on_ranks
-from helpers.parity import check, make_job, section
-from test_user_modules import DATA, NOT_OURS
+from helpers.parity import NOT_OURS, check, make_job, section
+from test_user_modules import DATA
 
 from weft.data.loader import read_share
 from weft.data.open_dataset import open_dataset

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import on_ranks
-from helpers.parity import ONE_PASS, check, differences, make_job, run, section
+from helpers.parity import NOT_OURS, ONE_PASS, check, differences, make_job, run, section
 from safetensors.torch import load_file
 from torch import nn
 
@@ -26,7 +26,6 @@ from weft.verify.prove import with_layout
 
 DATA = ("dp_replicate 2", "dp_shard 2 zero=1", "dp_shard 4 zero=3", "dp_replicate 2 × dp_shard 2 zero=2")
 TENSOR = ("tp 2", "dp_shard 2 zero=3 × tp 2", "dp_replicate 2 × tp 2")
-NOT_OURS: dict[str, Any] = dict.fromkeys(("family", "dim", "layers", "heads", "kv_heads", "ffn", "vocab"))
 
 
 def own(name: str, model: dict[str, Any] | None = None, *overrides: str, **sections: Any) -> Job:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import on_ranks
-from helpers.parity import ONE_PASS, check, differences, make_job, run, section
-from test_user_modules import DATA, NOT_OURS
+from helpers.parity import NOT_OURS, ONE_PASS, check, differences, make_job, run, section
+from test_user_modules import DATA
 
 from weft.job.errors import JobError
 from weft.job.schema import Job

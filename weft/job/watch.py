@@ -86,9 +86,7 @@ class AlertTarget(Section):
     def _one_kind(self) -> Self:
         given = [kind for kind in ALERT_TARGETS if self.address(kind.name)]
         if len(given) != 1:
-            raise ValueError(
-                f"must have exactly one of {listed(ALERT_TARGETS.names() or ('(no target is installed)',))}"
-            )
+            raise ValueError(f"must have exactly one of {listed(ALERT_TARGETS.names(), 'and')}")
         if (instead := given[0].check(self)) is not None:
             raise ValueError(instead)
         return self

@@ -16,13 +16,13 @@ import pytest
 import yaml
 from helpers.command import until
 
+from weft.extensions.ray import ray_driver, ray_target
 from weft.extensions.ray.ray_driver import NodeActor, RayRun, bundle_of
 from weft.extensions.ray.ray_target import RayTarget, address_of
 from weft.job.errors import MachineError
 from weft.launch.cluster_doctor import check_cluster
 from weft.launch.launch_job import plan_for
 from weft.launch.node_probe import MARK, facts
-from weft.launch.targets import ray_driver, ray_target
 
 JOB = {"name": "run", "cluster": {"device": "cpu", "nodes": 2, "devices_per_node": 2, "environment": {"A": "1"}}}
 

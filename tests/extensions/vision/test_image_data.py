@@ -18,11 +18,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageEnhance, ImageOps
-from weft.data.vision import augment, decoded_images, image_operations
 
 from weft.data.build_sources import find_files
 from weft.data.open_dataset import open_dataset
 from weft.data.shard_patterns import expand
+from weft.extensions.vision import augment, decoded_images, image_operations
 from weft.extensions.vision.idx_files import FILES
 from weft.job import JobError, parse_job
 from weft.job.data import ImageData

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from helpers import on_ranks
-from helpers.parity import check, make_job, section
-from test_user_modules import NOT_OURS
+from helpers.parity import NOT_OURS, check, make_job, section
 
 from weft.job.errors import JobError
 from weft.job.schema import Job
