@@ -34,7 +34,7 @@ test_families brings all files of WITH_TRANSFORMERS with it, which take 100 s.""
 WITH_TRANSFORMERS = (
     "tests/pretrained/",
     "tests/extensions/adapters/test_hf_trainer.py",
-    "tests/models/test_decoding_cache.py",
+    "tests/extensions/encoders/test_decoding_cache.py",
 )
 """Importing it takes seconds, so one worker has all tests that do."""
 

@@ -98,7 +98,7 @@ def generate(
         shown = [{"prompt": p, "text": t} for p, t in zip(prompts, texts, strict=True)]
         print_json({"step": found.step, "prompt": prompts[0], "text": texts[0]} | ({"texts": shown} if prompt else {}))
         return
-    if job.model.is_encoder_decoder:
+    if job.model.has_source:
         for _, text in pieces:
             print(text)
         return

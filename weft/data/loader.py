@@ -21,7 +21,7 @@ from weft.data.epochs import epoch_len
 from weft.data.order import indices_of
 from weft.data.sample_workers import SampleWorkers, read_sample
 from weft.data.sampler import Ints
-from weft.data.tasks.task_records import Padding
+from weft.data.task_records import Padding
 from weft.job.errors import JobError
 from weft.job.train import BatchRamp
 

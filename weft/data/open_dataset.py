@@ -24,13 +24,14 @@ from weft.data.sources import (
     token_samples,
 )  # fmt: skip
 from weft.data.store import is_store
-from weft.data.tasks.masked_tokens import masked
-from weft.data.tasks.text_pairs import BUCKET_BATCHES
 from weft.data.tokenizer import load_tokenizer
 from weft.data.user.user_dataset import UserDataset
 from weft.job.errors import JobError
 from weft.job.import_by_name import find_object
 from weft.job.schema import Job
+
+BUCKET_BATCHES = 8
+"""Global batches of a bucket of samples with similar lengths (data.buckets)."""
 
 
 def open_dataset(job: Job) -> Dataset:
@@ -50,9 +51,11 @@ def open_dataset(job: Job) -> Dataset:
         found = open_source(job)
         found = found if order.kind == "samples" else OrderedDataset(found, order)
     sources = [each.source for each in data.mixture] or [data.source]
-    if job.model.is_encoder and not job.model.classes and not any(is_user_dataset(source) for source in sources):
-        return masked(job, found)
-    return found
+    structure = job.model.structure
+    if structure is None or not structure.dataset or any(is_user_dataset(source) for source in sources):
+        return found
+    wrapped: Dataset = find_object(structure.dataset, "model.family")(job, found)
+    return wrapped
 
 
 def _with_data(job: Job, **fields: object) -> Job:
@@ -151,7 +154,7 @@ def check_dataset(job: Job) -> None:
     if data.mixture:
         for one in _mixed_sources(job):
             check_dataset(one)
-    elif data.source in (*CORPORA, *RECORD_CORPORA) and not (job.model.is_classifier or job.model.is_stack):
+    elif data.source in (*CORPORA, *RECORD_CORPORA) and not (job.model.takes_patches or job.model.takes_vectors):
         tokenizer = load_tokenizer(data.tokenizer)
         if data.source in RECORD_CORPORA:
             conversation_encoder(data, tokenizer)

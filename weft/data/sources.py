@@ -52,12 +52,12 @@ def open_source(job: Job) -> Dataset:
 
 def _open_text(job: Job) -> PackedDocuments | TextDataset:
     data, source, format = job.data, job.data.source, job.data.format
-    if job.model.is_encoder_decoder:
+    if job.model.has_source:
         raise JobError(
             f"model.family={job.model.family} reads pairs of texts, and data.source {source} has none; write "
             "data.format=pairs and the path of its files"
         )
-    if job.model.is_encoder and (job.model.classes or format in ("chat", "instruction")):
+    if job.model.hides_tokens and (job.model.classes or format in ("chat", "instruction")):
         kind, form = ("texts with labels", "labels") if job.model.classes else ("texts", "text")
         raise JobError(
             f"model.family={job.model.family} reads {kind}, and data.source {source} has none; write "
@@ -65,7 +65,7 @@ def _open_text(job: Job) -> PackedDocuments | TextDataset:
         )
     if source not in source_names() and not (format and not is_store(Path(source))):
         _check_store_path(source)
-    if job.model.is_classifier or job.model.is_stack:
+    if job.model.takes_patches or job.model.takes_vectors:
         raise JobError(
             f"data.source {source} gives tokens, and model.family {job.model.family} does not take them; "
             "write data.source=synthetic, or your own dataset as package.module:name"

@@ -30,9 +30,9 @@ def reads_noise(job: Job) -> bool:
 def open_synthetic(job: Job) -> SyntheticDataset:
     """Synthetic data for the model: tokens, vectors with a teacher's output, or patches with a class."""
     model, seed = job.model, job.train.seed
-    if model.is_stack:
+    if model.takes_vectors:
         return Regression(seed, _given(model.dim, "dim"))
-    if model.is_classifier:
+    if model.takes_patches:
         classes = _given(model.vocab, "vocab")
         return Images(seed, job.data.seq_len, model.patch_dim, classes, bool(model.class_token))
     if model.tables:

@@ -18,7 +18,29 @@ from weft.job.registry import NameIn, Registry
 from weft.job.section import Section
 
 Pixels = Annotated[int, Field(ge=1, le=65_536)]
-Structure = Literal["decoder", "encoder", "encoder_decoder", "classifier", "stack", "module"]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What the models of several families have in common: samples, targets, and what is done with a trained one.
+    Functions are named as `module:function`."""
+
+    name: str
+    help: str
+    sample: Literal["tokens", "patches", "vectors", "any"] = "any"
+    """What a sample's inputs are: tokens or image patches of a sequence, a vector, or what a module takes."""
+    target: Literal["next token", "hidden token", "text", "label", "vector", "any"] = "any"
+    """What is predicted: for each token the next one, tokens that are hidden in the inputs, a text that belongs to the
+    inputs, a label a sample, a vector, or what a module's loss takes."""
+    needs: tuple[str, ...] = ("dim", "layers", "heads")
+    """Fields of `model` that a job or a shape must give."""
+    dataset: str = ""
+    """From (job, dataset of texts) to the dataset that it trains on."""
+    generate: str = ""
+    """What `weft generate` does, from (checkpoint, job, prompts, tokens, sampling, ema, beams) to parts of texts."""
+
+
+STRUCTURES: Registry[Structure] = Registry("model structure", "weft.models.families")
 
 
 @dataclass(frozen=True)
@@ -29,12 +51,8 @@ class Family:
     help: str
     build: str
     """`module:function` that takes the resolved Model section and returns an nn.Module, called on the meta device."""
-    structure: Structure
-    """decoder: tokens, blocks of attention and feed-forward, logits for each token. encoder: the same with attention to
-    both sides, for masked tokens or one label a sample. encoder_decoder: blocks of an encoder, then blocks of a decoder
-    that also attends to its output. classifier: image patches, blocks of an encoder, one label a sample. stack: vectors
-    and square linear layers. The planner counts, splits and prices by it. module: a module that trains as your own
-    would, by replicas and shards."""
+    structure: str
+    """The name of its structure."""
     defaults: Mapping[str, Any]
     """Fields of `model` that neither the job nor a shape gives."""
     weights: Callable[[Model, bool, int, int, bool, bool], Iterable[Any]] | None = None
@@ -53,8 +71,8 @@ class Family:
     def needed(self) -> tuple[str, ...]:
         """Fields that a job or a shape must give."""
         parts = ("tables",) if self.has_tables else ("towers",) if self.has_towers else ("layers",)
-        needed = {"stack": ("dim", "layers"), "module": parts}
-        return needed.get(self.structure, ("dim", "layers", "heads"))
+        needs = STRUCTURES[self.structure].needs
+        return needs if needs else parts
 
 
 FAMILIES: Registry[Family] = Registry("model.family", "weft.models.families")
@@ -239,8 +257,20 @@ class Model(Section):
         """Values in one image patch."""
         return (self.patch or 4) ** 2 * (self.channels or 3)
 
-    def _is(self, structure: Structure) -> bool:
-        return self.family is not None and FAMILIES[self.family].structure == structure
+    @property
+    def structure(self) -> Structure | None:
+        """The structure of its family; None before the model is resolved."""
+        return None if self.family is None else STRUCTURES[FAMILIES[self.family].structure]
+
+    def _predicts(self, target: str) -> bool:
+        return self.structure is not None and self.structure.target == target
+
+    def _takes(self, sample: str) -> bool:
+        return self.structure is not None and self.structure.sample == sample
+
+    def sample_positions(self, seq_len: int) -> int:
+        """Positions of a sample: its sequence length, or 1 for a vector."""
+        return 1 if self.takes_vectors else seq_len
 
     @property
     def gated(self) -> bool:
@@ -259,19 +289,19 @@ class Model(Section):
         return self.window is not None and (self.window_layers is None or index in self.window_layers)
 
     @property
-    def is_decoder(self) -> bool:
-        """Whether it is a decoder of tokens of Weft's own."""
-        return self._is("decoder")
+    def continues_text(self) -> bool:
+        """Whether it predicts the next token of a text."""
+        return self._predicts("next token")
 
     @property
-    def is_encoder(self) -> bool:
-        """Whether it is an encoder of tokens of Weft's own."""
-        return self._is("encoder")
+    def hides_tokens(self) -> bool:
+        """Whether it predicts hidden tokens from both sides, or a label from all tokens."""
+        return self._predicts("hidden token")
 
     @property
     def takes_tokens(self) -> bool:
-        """Whether it is a model of Weft's own that takes tokens."""
-        return self.is_decoder or self.is_encoder or self.is_encoder_decoder
+        """Whether a sample is a sequence of tokens."""
+        return self._takes("tokens")
 
     @property
     def ends_with_product(self) -> bool:
@@ -281,13 +311,13 @@ class Model(Section):
     @property
     def runs_in_parts(self) -> bool:
         """Whether its blocks can be computed in parts: Weft's own, of one sequence and without experts."""
-        kinds = self.is_decoder or self.is_encoder or self.is_classifier
-        return kinds and self.module is None and self.experts is None
+        sequence = (self.takes_tokens or self.takes_patches) and not self.has_source
+        return sequence and self.module is None and self.experts is None
 
     @property
-    def is_encoder_decoder(self) -> bool:
-        """Whether it is an encoder with a decoder, of tokens, of Weft's own."""
-        return self._is("encoder_decoder")
+    def has_source(self) -> bool:
+        """Whether an encoder reads a source text, and a decoder predicts the target text."""
+        return self._predicts("text")
 
     @property
     def first_blocks(self) -> int | None:
@@ -295,22 +325,22 @@ class Model(Section):
         of an encoder. None if all are alike."""
         if self.experts is not None:
             return min(self.experts.first_dense, self.layers or 0)
-        return self.encoder_layers if self.is_encoder_decoder else None
+        return self.encoder_layers if self.has_source else None
 
     @property
-    def is_classifier(self) -> bool:
-        """Whether it takes image patches and gives one label a sample."""
-        return self._is("classifier")
+    def takes_patches(self) -> bool:
+        """Whether a sample is the patches of an image, with one label."""
+        return self._takes("patches")
 
     @property
     def labels_samples(self) -> bool:
         """Whether it gives one label a sample, not one a token."""
-        return self.is_classifier or self.classes is not None
+        return self.takes_patches or self.classes is not None
 
     @property
     def has_head_bias(self) -> bool:
         """Whether the head has a bias."""
-        return self.is_encoder or bool(self.class_token)
+        return self.hides_tokens or bool(self.class_token)
 
     @property
     def outputs(self) -> int:
@@ -318,6 +348,6 @@ class Model(Section):
         return self.classes or self.vocab or 0
 
     @property
-    def is_stack(self) -> bool:
-        """Whether it is a stack of square linear layers on vectors."""
-        return self._is("stack")
+    def takes_vectors(self) -> bool:
+        """Whether a sample is one vector."""
+        return self._takes("vectors")

@@ -112,7 +112,7 @@ def resolve(job: Job) -> Job:
     model, data = _resolve_model(job.model, job.data), job.data
     side = data.images.size if data.images is not None else None
     sides = (side, side) if side else model.image
-    if model.is_classifier and sides and "seq_len" not in data.model_fields_set:
+    if model.takes_patches and sides and "seq_len" not in data.model_fields_set:
         patches = math.prod(pixels // (model.patch or 4) for pixels in sides)
         data = data.model_copy(update={"seq_len": max(1, patches) + bool(model.class_token)})
         model = _resolve_model(job.model, data)
@@ -153,7 +153,7 @@ def _with_pretrained(job: Job, name: str) -> Job:
     if "tokenizer" not in data.model_fields_set:
         tokenizer = find_object("weft.pretrained.config:tokenizer_path", "model.pretrained")(name)
         data = data.model_copy(update={"tokenizer": tokenizer or data.tokenizer})
-    if model.is_classifier and "seq_len" not in data.model_fields_set:
+    if model.takes_patches and "seq_len" not in data.model_fields_set:
         data = data.model_copy(update={"seq_len": model.max_len})
     return job.model_copy(update={"model": model, "data": data})
 

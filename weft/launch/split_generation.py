@@ -27,7 +27,7 @@ from weft.training.generate import Sampling, continue_texts, end_tokens
 
 def split_job(job: Job, tp: int) -> Job:
     """The model and data of a job on CPU ranks of tensor parallelism; each token is computed by all of them."""
-    if not job.model.is_decoder or job.model.module:
+    if not job.model.continues_text or job.model.module:
         raise JobError(f"--tp splits a language model of Weft; this run trains {job.model.module or job.model.family}")
     return Job(
         model=job.model, data=job.data, precision="fp32", train=Train(global_batch=1, compile=False),

@@ -175,7 +175,7 @@ def _marked_loss(session: Session) -> Iterator[None]:
 
 
 def _tokens(job: Job) -> int:
-    return job.train.global_batch * (1 if job.model.is_stack else job.data.seq_len)
+    return job.train.global_batch * (job.model.sample_positions(job.data.seq_len))
 
 
 def facts_of(session: Session) -> StepFacts:

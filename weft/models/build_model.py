@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from weft.job.import_by_name import find_object
 from weft.job.model import FAMILIES
 from weft.job.schema import Model
-from weft.models.encoder_decoder import EncoderDecoder, shifted_right
+from weft.models.decoder_inputs import shifted_right
 from weft.models.lora import add_adapters
 from weft.models.transformer import Head
 from weft.models.user.module import build_user_module, user_loss_sum
@@ -64,7 +64,7 @@ def loss_sum(
 def logits(module: nn.Module, batch: dict[str, Tensor], *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """The output of one of Weft's models for a batch."""
     inputs, named = _arguments(batch, seed, dtype)
-    if isinstance(module, EncoderDecoder):
+    if getattr(module, "takes_decoder_inputs", False):
         named.setdefault("decoder_inputs", shifted_right(batch["targets"], batch["valid"]))
     out: Tensor = module(inputs, **named)
     return out

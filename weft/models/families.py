@@ -1,8 +1,18 @@
-"""The built-in model families. A new one is an entry here, or in a module of a job's `extensions`."""
+"""The structures and model families of the core. A new one is an entry here, or in a module of a job's `extensions`."""
 
 from __future__ import annotations
 
-from weft.job.model import FAMILIES, Family
+from weft.job.model import FAMILIES, STRUCTURES, Family, Structure
+
+for structure in (
+    Structure(
+        "decoder", "Tokens, blocks of attention and feed-forward, logits for each token.", "tokens", "next token",
+        generate="weft.training.generate:continue_prompts",
+    ),
+    Structure("stack", "Vectors and square linear layers.", "vectors", "vector", needs=("dim", "layers")),
+    Structure("module", "A module that trains as a user's would, by replicas and shards.", needs=()),
+):  # fmt: skip
+    STRUCTURES.register(structure)
 
 for entry in (
     Family(
@@ -18,23 +28,6 @@ for entry in (
         dict(
             norm="rmsnorm", norm_eps=1e-5, positions="rope", activation="swiglu", tied=False, bias=False,
             qk_norm=False, causal=True, dropout=0.0, rope_theta=500_000.0,
-        ),
-    ),
-    Family(
-        "bert", "BERT: an encoder with learned positions, token types and layer norm after each addition.",
-        "weft.models.transformer:Transformer", "encoder",
-        dict(
-            norm="layernorm", norm_eps=1e-12, norm_at="residual", positions="learned", activation="gelu_exact",
-            tied=True, bias=True, qk_norm=False, causal=False, dropout=0.0, rope_theta=10_000.0, token_types=2,
-        ),
-    ),
-    Family(
-        "t5", "T5: an encoder and a decoder with relative positions, RMS norm, and ReLU or gated GELU.",
-        "weft.models.encoder_decoder:EncoderDecoder", "encoder_decoder",
-        dict(
-            norm="rmsnorm", norm_eps=1e-6, positions="relative", activation="relu", tied=True, bias=False,
-            qk_norm=False, causal=True, dropout=0.0, rope_theta=10_000.0, attention_scale=1.0, position_buckets=32,
-            position_limit=128,
         ),
     ),
     Family(

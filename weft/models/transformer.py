@@ -174,16 +174,16 @@ class Transformer(nn.Module):
         self.causal, self.rotary = bool(m.causal), m.positions == "rope"
         self.dim, self.depth = m.dim, m.layers
         self.embed: nn.Module | None = nn.Embedding(m.vocab, m.dim)
-        self.images = ImagePatches(m) if m.is_classifier else None
-        if m.is_classifier:
+        self.images = ImagePatches(m) if m.takes_patches else None
+        if m.takes_patches:
             self.embed = (PatchEmbedding if m.class_token else nn.Linear)(m.patch_dim, m.dim)
         self.positions = nn.Embedding(m.max_len, m.dim) if m.positions == "learned" else None
         self.types = nn.Embedding(m.token_types, m.dim) if m.token_types else None
-        self.embed_norm = make_norm(m, m.dim) if m.is_encoder else None
+        self.embed_norm = make_norm(m, m.dim) if m.hides_tokens else None
         self.drop = Dropout(m.dropout or 0.0, site=0)
         self.keyed = bool(m.dropout or (m.lora and m.lora.dropout))
         self.blocks = nn.ModuleList(Block(m, i) for i in range(m.layers))
-        self.transform = nn.Linear(m.dim, m.dim) if m.is_encoder and not m.classes else None
+        self.transform = nn.Linear(m.dim, m.dim) if m.hides_tokens and not m.classes else None
         self.transform_activation = make_activation(m)
         self.norm: nn.Module | None = None if m.classes else make_norm(m, m.dim)
         self.head: Head | None = Head(m)

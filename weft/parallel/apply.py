@@ -21,11 +21,9 @@ from weft.memory.split_master import split_parameters
 from weft.memory.weight_stream import WeightStream, streamed_units
 from weft.mesh import Mesh, ranks_of_a_node
 from weft.models.batch_norm import connect_batch_norms
-from weft.models.encoder_decoder import EncoderDecoder
 from weft.parallel.compiled_units import compile_parts, recompute_and_compile
 from weft.parallel.context.context_attention import Context
 from weft.parallel.context.sequence_split import SequenceSplit
-from weft.parallel.context.whole_keys import WholeKeys
 from weft.parallel.data.compression import Compressor, is_compressed
 from weft.parallel.data.data_parallel import Replicas, Shards, shard
 from weft.parallel.data.delayed_sums import DelayedSums
@@ -119,8 +117,9 @@ def spread_stage(
     dtype, fp8 = COMPUTE_DTYPES[plan.precision], recipe_of(plan)
     tp, cp, sharded = mesh.axis("tp"), mesh.axis("cp"), mesh.axis("dp_shard") is not None
     split = TensorSplit(tp, mesh.submesh("tp"), plan.sequence and _can_cut_sequence(model)) if tp else None
-    attends = WholeKeys if isinstance(model, EncoderDecoder) else Context
-    context = attends(cp, SequenceSplit.of(plan, cp.rank)) if cp else None
+    attention = getattr(model, "context_attention", None)  # over the ranks of cp, where it is not that of a decoder
+    context_class = Context if attention is None else find_object(attention, "model.family")
+    context = context_class(cp, SequenceSplit.of(plan, cp.rank)) if cp else None
     between = ("dp_replicate",) if mesh.axis("dp_replicate") is not None and not plan.alone else ()
     offload = HostOffload(mesh.device, plan.host_gib / plan.virtual_stages)
     codec = Fp8Codec(plan.compile) if plan.activations == "fp8" else None

@@ -56,7 +56,7 @@ def _terms(job: Job, plan: Plan, memory: EngineMemory, index: int) -> dict[str, 
     gradients = f"{here if whole else own} × {width} B"
     gradients += ": whole until the last microbatch is done" if whole else ", as far as they exist at the peak"
     state = states["optimizer"] / max(held_here, 1.0)
-    tokens = plan.microbatch * (1 if job.model.is_stack else job.data.seq_len) / plan.cp
+    tokens = plan.microbatch * (job.model.sample_positions(job.data.seq_len)) / plan.cp
     stored = "in fp8, " if plan.activations == "fp8" else ""
     kept = float(group.kept()[0]) / max(count, 1) / GIB
     blocks = f"{count:.0f} blocks × {kept:.3f} GiB kept ({tokens:,.0f} tokens, {stored}recompute "

@@ -85,11 +85,11 @@ def compiles(job: Job, plan: Plan) -> bool:
         return False
     if job.data.pads_batches:  # it would compile for each length
         return False
-    return plan.device == "cuda" and not job.model.is_stack and plan.tp == plan.cp == 1
+    return plan.device == "cuda" and not job.model.takes_vectors and plan.tp == plan.cp == 1
 
 
 def choose_sequence_parallel(job: Job, plan: Plan, reasons: list[str]) -> Plan:
-    if plan.tp == 1 or job.model.is_stack:
+    if plan.tp == 1 or job.model.takes_vectors:
         return replace(plan, sequence=False)
     if plan.sequence and plan.cp == 1 and job.data.seq_len % plan.tp:
         reasons.append(
@@ -128,13 +128,13 @@ def choose_context_parallel(job: Job, plan: Plan, device: Device, reasons: list[
         flops = (device.tflops_of(plan.precision) or 1.0) * 1e12
         tokens = job.data.seq_len / plan.cp
         style, group, why = choose_style(
-            plan.cp, in_node, heads, kv, tokens, plan.compute_bytes, flops, link * 1e9, job.model.is_encoder_decoder
+            plan.cp, in_node, heads, kv, tokens, plan.compute_bytes, flops, link * 1e9, job.model.has_source
         )
         reasons.append(f"cp by {style}: {why}")
     else:
         group = rings(style, plan.cp, heads, kv)[1]
     # an encoder-decoder computes all scores of its queries at once, so that the order of tokens does not matter
-    zigzag = bool(job.model.causal) and not job.model.is_encoder_decoder and plan.cp > group
+    zigzag = bool(job.model.causal) and not job.model.has_source and plan.cp > group
     return replace(plan, cp_style=style, cp_group=group, zigzag=zigzag)
 
 
@@ -157,7 +157,7 @@ def choose_stages(job: Job, plan: Plan, reasons: list[str]) -> Plan:
         return replace(plan, split=_pinned_parts(job, plan))
     split = split_blocks(job, plan.pp * plan.virtual_stages, pairs=plan.tp > 1)
     pinned = job.parallel.split if job.parallel != "auto" else None
-    if len({b - a for a, b in split}) > 1 and not pinned and not job.model.is_stack:
+    if len({b - a for a, b in split}) > 1 and not pinned and not job.model.takes_vectors:
         reasons.append(f"stages of {run_lengths([b - a for a, b in split])} blocks: embedding and head weigh too")
     return replace(plan, split=split)
 

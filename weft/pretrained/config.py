@@ -117,7 +117,7 @@ def described(model: Model) -> Fields:
         **{n: getattr(model, n) for n in ("positions", "embedding_scale", "activation", "causal")},
         **{n: getattr(model, n) for n in ("token_types", "classes", "encoder_layers", "position_buckets")},
         **{n: getattr(model, n) for n in ("position_limit", "head_scale")},
-        **({"patch": model.patch or 4, "channels": model.channels or 3} if model.is_classifier else {}),
+        **({"patch": model.patch or 4, "channels": model.channels or 3} if model.takes_patches else {}),
         "class_token": bool(model.class_token),
         "image": model.image if towers else model.class_token and image_size(model),
         "towers": towers,

@@ -115,7 +115,7 @@ class PretrainedWeights:
         written_by, fields = read_fields(config, str(self.folder / CONFIG))
         self.family = family_of(written_by.kind, labels=bool(model.classes))
         self.may_lack = self.family.fresh if self.family.architecture not in (config.get("architectures") or ()) else ()
-        self.new_labels = model.is_classifier and fields.get("vocab") != model.vocab
+        self.new_labels = model.takes_patches and fields.get("vocab") != model.vocab
         """Whether the head has other labels than the files."""
         quantization = config.get("quantization_config") or {}
         self.blocks: list[int] = quantization.get("weight_block_size", [])

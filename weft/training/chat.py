@@ -43,7 +43,7 @@ class Chat:
     ) -> Self:  # fmt: skip
         """A conversation with the model of a checkpoint. `template` is chatml, plain or a .jinja file, instead of that
         of the job or its tokenizer."""
-        if job.model.module or not job.model.is_decoder:
+        if job.model.module or not job.model.continues_text:
             what = job.model.module or f"model.family={job.model.family}"
             raise JobError(f"--chat needs a decoder of tokens, and this run trains {what}")
         tokenizer, file = open_tokenizer(job.data), tokenizer_file(job)

@@ -152,7 +152,7 @@ def export_run(run: RunDir, found: SavedCheckpoint, to: str, out: Path, options:
     job = saved_job(found)
     model = job.model
     own = bool(model.module) and not (to == "hf" and model.towers)
-    written = model.takes_tokens or model.is_classifier or model.towers if to == "hf" else model.is_decoder
+    written = model.takes_tokens or model.takes_patches or model.towers if to == "hf" else model.continues_text
     if own or not written:
         what = job.model.module or f"model.family={job.model.family}"
         kinds = "language models, vit and clip" if to == "hf" else "language models"

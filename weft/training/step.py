@@ -76,7 +76,7 @@ class Stepper:
         state, spread_model, job = self.state, self.state.model, self.job
         spread_model.zero_grad()
         count, counting = self._global_count(batches)
-        targets = job.data.seq_len if job.model.is_encoder_decoder else batches[0]["valid"][0].numel()
+        targets = job.data.seq_len if job.model.has_source else batches[0]["valid"][0].numel()
         nominal = job.train.ramp.batch(state.step) * targets / self.apart
         if self.tasks is not None:
             self.tasks.sums.zero_()
@@ -238,7 +238,7 @@ class Stepper:
         if self.plan.cp == 1:
             return batches
         cut = SequenceSplit.of(self.plan, self.mesh.coord("cp"))
-        part = cut.pairs if self.job.model.is_encoder_decoder else cut.batch
+        part = cut.pairs if self.job.model.has_source else cut.batch
         return [part(b) for b in batches]
 
     def _joined(self, batch: Batch, x: Tensor) -> Tensor:

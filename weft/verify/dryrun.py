@@ -178,16 +178,16 @@ def make_batch(job: Job, plan: Plan) -> Batch:
     size, seq, model = plan.microbatch, job.data.seq_len, job.model
     tokens = torch.zeros(size, seq, dtype=torch.int64)
     batch = {"ids": torch.zeros(size, dtype=torch.int64)}
-    if model.is_stack:
+    if model.takes_vectors:
         vectors = torch.zeros(size, model.dim or 0)
         return {**batch, "inputs": vectors, "targets": vectors.clone(), "valid": torch.ones(size, dtype=torch.bool)}
-    if model.is_classifier:
+    if model.takes_patches:
         classes, patches = torch.zeros(size, dtype=torch.int64), torch.zeros(size, seq, model.patch_dim)
         return {**batch, "inputs": patches, "targets": classes, "valid": torch.ones(size, dtype=torch.bool)}
     if model.labels_samples:
         return {**batch, "inputs": tokens, "targets": tokens[:, 0].clone(), "valid": torch.ones(size, dtype=torch.bool)}
     batch |= {"inputs": tokens, "targets": tokens.clone(), "valid": torch.ones(size, seq, dtype=torch.bool)}
-    if model.is_encoder_decoder:
+    if model.has_source:
         return batch | ({"docs": tokens.clone()} if job.data.pads_batches else {})
     if job.data.separates_documents:
         batch |= {"docs": tokens.clone(), "positions": tokens.clone()}

@@ -18,15 +18,15 @@ def small(job: Job) -> Job:
         raise JobError("a model of your own cannot be shrunk; give it smaller model.args instead")
     m = resolve(job).model
     updates: dict[str, Any] = {"shape": None, "layers": min(m.layers or 2, 3), "dim": min(m.dim or 64, 64)}
-    if not m.is_stack:
+    if not m.takes_vectors:
         group = (m.heads or 4) // (m.kv_heads or 4)
         heads = max(4, 4 * group if group <= 2 else 2 * group)
         heads = min(heads, m.heads or heads)
         updates |= {
             "heads": heads, "kv_heads": max(1, heads // group), "head_dim": 16, "ffn": min(m.ffn or 128, 128),
-            "vocab": min(m.vocab or 256, _data_vocab(job) + m.is_encoder),
+            "vocab": min(m.vocab or 256, _data_vocab(job) + m.hides_tokens),
         }  # fmt: skip
-        if m.is_encoder_decoder:
+        if m.has_source:
             updates |= {"layers": 4, "encoder_layers": 2, "head_scale": None if m.head_scale is None else m.head_scale}
         if m.rope_dim is not None:
             updates["rope_dim"] = 8

@@ -85,19 +85,19 @@ class UserDataset:
 
     def __init__(self, inner: Any, source: str, model: Model, several: bool = False, seed: int = 0) -> None:
         self._inner, self._source, self._seed = inner, source, seed
-        given = model.vocab if model.module or model.takes_tokens or model.is_classifier else None
+        given = model.vocab if model.module or model.takes_tokens or model.takes_patches else None
         self._vocab = given
         """Integer targets, and integer inputs, must be below it; None where it is not known."""
         self._labels = model.classes
         """Integer targets must be below it instead, where the model gives labels."""
-        self._tokens, self._classes = model.takes_tokens, model.takes_tokens or model.is_classifier
-        self._per_token = model.takes_tokens and not model.is_encoder_decoder and not model.labels_samples
+        self._tokens, self._classes = model.takes_tokens, model.takes_tokens or model.takes_patches
+        self._per_token = model.takes_tokens and not model.has_source and not model.labels_samples
         """Whether each token has a target."""
         self._plain, self._several = not model.module, several or isinstance(model.loss, dict)
         self._per_token &= not self._several
         self._rows = {key: (table.name, table.rows) for table in model.tables for key in table.keys}
         """By key of a sample with ids: the table and its number of rows."""
-        self._patch_dim = model.patch_dim if model.is_classifier else None
+        self._patch_dim = model.patch_dim if model.takes_patches else None
         self._model = model
         self.train_len = self._length("train_len", least=1)
         self.val_len = self._length("val_len", least=0)

@@ -71,7 +71,7 @@ def small_microbatch(found: RunEvidence) -> Finding | None:
     tokens = plan.microbatch * job.data.seq_len
     gain, larger = best
     if plan.device == "cpu":
-        if job.model.is_stack or tokens >= SMALL_MICROBATCH_TOKENS:
+        if job.model.takes_vectors or tokens >= SMALL_MICROBATCH_TOKENS:
             return None
     elif gain < MIN_GAIN:
         return None

@@ -5,11 +5,14 @@ towers (parallel.towers).
 """
 
 from weft.data.source_kinds import SOURCES, SourceKind
-from weft.job.model import FAMILIES, Family
+from weft.job.model import FAMILIES, STRUCTURES, Family, Structure
 from weft.parallel.spreaders import SPREADERS, Spreader
 
 PACKAGE = __name__
 
+STRUCTURES.register(
+    Structure("classifier", "Image patches, blocks of an encoder, one label a sample.", "patches", "label")
+)
 for family in (
     Family(
         "vit", "An encoder of image patches.", "weft.models.transformer:Transformer", "classifier",

@@ -31,14 +31,14 @@ def reads_images(job: Job) -> bool:
     MNIST's format."""
     data, model = job.data, job.model
     if data.source == "synthetic":  # noise is augmented as images of files are, where the job says so
-        images = model.is_classifier or (model.module and not model.tables and not model.towers)
+        images = model.takes_patches or (model.module and not model.tables and not model.towers)
         return data.images is not None and data.images.augments and bool(images)
     if data.format is not None:
         return False
     if data.source in IMAGE_SOURCES or data.images is not None:
         return True
     path = Path(data.source)
-    if model.is_classifier or (model.module and model.family and not model.tables):
+    if model.takes_patches or (model.module and model.family and not model.tables):
         return first_missing(path) is None or is_hub_dataset(data.source)
     return path.is_dir() and find_idx(path) is not None
 
@@ -46,7 +46,7 @@ def reads_images(job: Job) -> bool:
 def open_images(job: Job) -> ImageDataset:
     """The images of data.source."""
     data, options = job.data, job.data.images or ImageData()
-    if not (job.model.module or job.model.is_classifier):
+    if not (job.model.module or job.model.takes_patches):
         raise JobError(
             f"data.source {data.source} gives images, and model.family {job.model.family} does not take them; "
             "model.family=vit, resnet or a module of your own would work"
@@ -72,7 +72,7 @@ def open_images(job: Job) -> ImageDataset:
 def _synthetic_files(job: Job, options: ImageData) -> tuple[ImageFiles, ImageFiles]:
     """Synthetic images as bytes, as files would hold them: for training and held out."""
     model, side = job.model, options.size or SYNTHETIC_SIDE
-    if options.size is None and model.is_classifier:
+    if options.size is None and model.takes_patches:
         side = (model.patch or 4) * math.isqrt(job.data.seq_len - bool(model.class_token))
     classes = model.vocab or model.args.get("classes")
     if not isinstance(classes, int):
@@ -105,7 +105,7 @@ def _channels(job: Job, images: ImageFiles) -> int | None:
 
 def _channels_of(model: Model) -> int | None:
     """Colours that the model takes, where the job says it."""
-    found: int | None = model.channels or model.args.get("channels") or (3 if model.is_classifier else None)
+    found: int | None = model.channels or model.args.get("channels") or (3 if model.takes_patches else None)
     return found
 
 
@@ -135,7 +135,7 @@ class ImageDataset:
                            f"model.vocab={self.classes}")  # fmt: skip
         self.classes = wanted if isinstance(wanted, int) else self.classes
         self._mixes = bool(options.mixup or options.cutmix)
-        self._model = model if model.is_classifier else None
+        self._model = model if model.takes_patches else None
         self._mean, self._std = (np.asarray(v, dtype=np.float32) for v in (options.mean, options.std))
         if not self._std.all():
             raise JobError(f"data.images.std={options.std} divides by 0")

@@ -22,7 +22,7 @@ def _too_long(model: Model, sample: Sample) -> str | None:
     count = len(sample["inputs"]) if sample["inputs"].ndim else 0
     if model.positions != "learned" or model.max_len is None or count <= model.max_len:
         return None
-    what, shorter = ("patches", "give smaller images") if model.is_classifier else ("tokens", "cut the samples")
+    what, shorter = ("patches", "give smaller images") if model.takes_patches else ("tokens", "cut the samples")
     longer = "" if model.pretrained else f", or write data.seq_len={count} and model.max_len={count}"
     return f"{count} {what}, and the model has positions for {model.max_len} (model.max_len); {shorter}{longer}"
 

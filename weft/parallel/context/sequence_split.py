@@ -14,8 +14,8 @@ from torch import Tensor
 from weft.comm.axis import Axis
 from weft.comm.fake_internals import is_fake
 from weft.models.attention_kernels import KeyLimits
+from weft.models.decoder_inputs import shifted_right
 from weft.models.documents import Docs, Ids, find_segments, ids_on_host
-from weft.models.encoder_decoder import shifted_right
 from weft.planner.plan import Plan
 from weft.planner.time.context import chunk_size, chunks_of, sees
 

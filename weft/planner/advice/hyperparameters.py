@@ -103,7 +103,7 @@ def _warmup_reason(warmup: int, steps: int) -> str:
 
 
 def _tokens_per_sequence(job: Job) -> int:
-    return 1 if job.model.is_stack else job.data.seq_len
+    return job.model.sample_positions(job.data.seq_len)
 
 
 def _ramp(batch: int, world: int, sequences: float) -> tuple[tuple[int, int], ...]:

@@ -61,7 +61,7 @@ class EngineMemory:
 
     def compiled(self, layouts: Layouts) -> Size:
         """Which layouts compile their blocks: by default on GPUs where no collective is inside a block."""
-        if self.compile != "auto" or self.job.model.is_stack or self.plan.device != "cuda":
+        if self.compile != "auto" or self.job.model.takes_vectors or self.plan.device != "cuda":
             return np.full(len(layouts), self.compile is True and self.plan.device == "cuda")
         return (layouts.tp == 1) & (layouts.cp == 1)
 

@@ -26,7 +26,7 @@ def head_bytes(m: Model, z: Sizes, vocab: Size, targets: Size, device: str) -> t
     tape = LiveBytes(frozen=m.lora is not None)
     x = z.rows * z.dim * z.c
     tape.take(x=x)
-    if m.is_encoder and not m.classes:
+    if m.hides_tokens and not m.classes:
         tape.take(transformed=2 * x)
     norm(tape, m, z, "n", z.rows, z.dim)
     if not keeps_input(m, z):

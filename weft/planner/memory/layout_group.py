@@ -112,7 +112,7 @@ class LayoutGroup:
     def held(self) -> UnitSizes:
         """Sizes of everything on the rank."""
         u, (blocks, dense, *_) = self.unit_here, self.rank.counts
-        if self.job.model.is_stack:
+        if self.job.model.takes_vectors:
             alone = self.ends * ((self.job.model.layers or 0) % 2)
             pairs = (blocks - alone) / 2
             columns = np.ceil(pairs)
@@ -130,7 +130,7 @@ class LayoutGroup:
     @cached_property
     def outside(self) -> UnitSizes:
         """Sizes of what is outside the blocks; nothing for a stack of layers."""
-        if self.job.model.is_stack:
+        if self.job.model.takes_vectors:
             return UnitSizes.none(len(self.layouts))
         u = self.unit_here
         sizes = (
@@ -199,7 +199,7 @@ class LayoutGroup:
             scratch = [size.updating for kind, size in self.unit_here.items() if kind not in OUTSIDE_BLOCKS]
             out["block update"] = np.max(scratch, 0) + self._piece_bytes(held.held, blocks=True)
         u = self.unit_here
-        kinds = {"dense": u["column" if job.model.is_stack else "dense"], "root": self.outside}
+        kinds = {"dense": u["column" if job.model.takes_vectors else "dense"], "root": self.outside}
         if job.model.first_blocks is not None:
             apart = self.flags["ep"] and self.flags["sharded"]
             kinds |= {"routed": u["routed"] if apart else u["routed"] + u["experts"]}
@@ -250,7 +250,7 @@ class LayoutGroup:
             return self.compute_bytes * unit.whole + masters * unit.trained_whole
 
         u = self.unit_here
-        if self.job.model.is_stack:
+        if self.job.model.takes_vectors:
             return size(self.held), np.max([size(u[kind]) for kind in ("column", "row", "whole")], 0)
         largest = size(u["dense"]) * (self.rank.counts.dense > 0)
         if self.job.model.first_blocks is not None:
@@ -320,17 +320,17 @@ class LayoutGroup:
         kinds = [(one, count) for one, count in parts if np.any(count > 0)]
         if np.any(layouts.offload == OFFLOADS.index("activations")):
             kinds = self._offloaded(kinds)
-        streams = 1 + (self.job.model.is_encoder_decoder & (dense > 0) & (blocks > dense))
+        streams = 1 + (self.job.model.has_source & (dense > 0) & (blocks > dense))
         # blocks that run again read them again, and from the second block on there is a gradient to add to
         tables = streams + ((dense > 1) | (blocks - dense > 1))
         stays = (passes.distances * tables + passes.masks * stages) * (layouts.recompute > 0)
         in_forward = None
-        if self.job.model.is_encoder_decoder or self.job.data.separates_documents:
+        if self.job.model.has_source or self.job.data.separates_documents:
             in_forward = (passes.distances * streams + passes.masks) * (layouts.recompute == 0)
         head_grad = passes.head_grad * self.ends * (self.job.model.lora is None)
         per_microbatch = passes.per_microbatch * np.maximum(stages, streams) + stays
         begin, end = passes.begin.on(self.begins), passes.end.on(self.ends)
-        if self.job.model.is_encoder_decoder:  # the norm between them is where the first block of the decoder is
+        if self.job.model.has_source:  # the norm between them is where the first block of the decoder is
             joins = self.rank.counts.joins
             # a tied head's gradient is one of those of the table
             back = np.maximum(begin.backward - head_grad * self.tied, passes.between_back * joins)

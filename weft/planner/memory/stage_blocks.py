@@ -22,7 +22,7 @@ def split_blocks(job: Job, stages: int, pairs: bool) -> tuple[tuple[int, int], .
     """First block and end of each pipeline stage; a JobError where the model has too few blocks."""
     pinned = job.parallel.split if job.parallel != "auto" else None
     parts = part_costs(job.model, job.data.seq_len)
-    if job.model.is_stack:
+    if job.model.takes_vectors:
         return tuple(split_layers(parts[1:-1], stages, pinned, pairs=pairs))
     layers = len(parts) - 2
     return tuple((max(0, a - 1), min(layers, b - 1)) for a, b in split_stages(parts, stages, pinned))
@@ -150,4 +150,4 @@ class StageBlocks:
 
     def _columns(self, layouts: Layouts) -> tuple[Size, Size]:
         """Whether layers are cut in pairs, and how many blocks are recomputed."""
-        return (layouts.tp > 1) & self.job.model.is_stack, np.clip(layouts.recompute_blocks, 0, self.layers)
+        return (layouts.tp > 1) & self.job.model.takes_vectors, np.clip(layouts.recompute_blocks, 0, self.layers)

@@ -136,7 +136,7 @@ def unit_sizes(
         else UnitSizes.none(len(layouts))
         for kind, weights in unit_weights(job.model, False).items()
     }
-    if job.model.has_head_bias or job.model.is_encoder_decoder:  # the head's weight is not the last
+    if job.model.has_head_bias or job.model.has_source:  # the head's weight is not the last
         sizes["head"] = replace(sizes["head"], last=np.zeros(len(layouts)))
     return sizes
 

@@ -114,7 +114,7 @@ class PassTables:
         at = np.asarray(np.searchsorted(keys, wanted))
         missing = first[wanted != np.append(keys, -1)[at]]
         if len(missing):
-            compute = _mlp_passes if self.job.model.is_stack else _transformer_passes
+            compute = _mlp_passes if self.job.model.takes_vectors else _transformer_passes
             new = compute(self, layouts.take(missing), flags).table()
             keys = np.concatenate([keys, key[missing]])
             table = new if table is None else np.concatenate([table, new], axis=1)
@@ -129,13 +129,13 @@ class PassTables:
 def _sample_bytes(job: Job) -> float:
     """One sample of data: ids, inputs, targets, valid and, where documents are masked, theirs."""
     model, seq = job.model, job.data.seq_len
-    if model.is_stack:
+    if model.takes_vectors:
         return 8.0 + 2 * FP32_BYTES * (model.dim or 0) + 1
-    if model.is_classifier:
+    if model.takes_patches:
         return 8.0 + FP32_BYTES * seq * model.patch_dim + 8 + 1
     if model.labels_samples:
         return 8.0 + seq * 8 + 8 + 1
-    if model.is_encoder_decoder:
+    if model.has_source:
         return 8.0 + seq * (8 + 8 + 1 + (8 if job.data.pads_batches else 0))
     return 8.0 + seq * (8 + 8 + 1 + (16 if job.data.separates_documents else 0))
 
@@ -148,7 +148,7 @@ def _tile(memory: PassTables, layouts: Layouts, long: bool) -> tuple[Size, Size]
     keys = seq / np.maximum(cut, 1) if plan.cp_style != "ulysses" else seq + 0.0 * cut
     scores = layouts.microbatch * (m.heads or 0) / layouts.tp * keys * keys
     scores = scores / (layouts.cp if plan.cp_style == "ulysses" else 1)
-    tiled = ((layouts.cp > 1) & (not m.is_encoder_decoder)) | long
+    tiled = ((layouts.cp > 1) & (not m.has_source)) | long
     sinks = bool(m.sinks) and not memory.job.data.separates_documents
     used = (memory.device == "cpu") & (sinks | tiled)
     return used * FP32_BYTES * np.minimum(scores, MAX_SCORES), (scores > MAX_SCORES) * 1.0
@@ -168,7 +168,7 @@ def _sizes(memory: PassTables, layouts: Layouts, flags: dict[str, Any]) -> Sizes
         retain=flags["retain"], fused=plan.device == "cuda", coded=plan.activations == "fp8",
         exchanged=(layouts.cp > 1) * (0.0 if whole else 1.0), one_chunk=0.0 if plan.zigzag else 1.0,
         tile=tile, tiled=tiled,
-        gathered=layouts.cp / plan.cp_group if m.is_encoder_decoder else 1.0,
+        gathered=layouts.cp / plan.cp_group if m.has_source else 1.0,
     )  # fmt: skip
 
 
@@ -200,7 +200,7 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
     hidden = z.rows * z.dim * z.c
     table = 0.0 * z.tokens
     between = PassBytes(table, table, table)
-    if m.is_encoder_decoder:
+    if m.has_source:
         table = z.scores * float(seq) * seq * z.c / layouts.cp
         routed = block_bytes(m, replace(z, cross=True))
         hidden = 2 * hidden
@@ -227,13 +227,13 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
     if z.coded:  # the head keeps the last block's output as it is
         end = replace(end, kept=end.kept + z.rows * z.dim * (z.c - CODED_BYTES))
     begin = _embedding(m, z, layouts)
-    if m.is_encoder_decoder:
+    if m.has_source:
         # source and target have a gradient of the table each, which are added
         begin = PassBytes(2 * begin.kept, 2 * begin.forward, 3 * begin.backward)
     traced = not (flags["long"] or flags["compiled"])
     dense = with_split_pass(dense, m, z, None, traced and routed is None)
     if routed is not None:
-        routed = with_split_pass(routed, m, replace(z, cross=m.is_encoder_decoder), mix, traced)
+        routed = with_split_pass(routed, m, replace(z, cross=m.has_source), mix, traced)
     end = replace(end, later=norm_gradient(m, z, z.rows * z.dim))
     return Passes(
         dense, routed, begin, end, head_grad, hidden, per_microbatch, between.kept, between.backward, table, masks
@@ -242,7 +242,7 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
 
 def _has_segments(memory: PassTables, z: Sizes) -> bool:
     """Whether a kernel takes documents as segments instead of a mask."""
-    return memory.device == "cuda" and z.c < FP32_BYTES and not memory.job.model.is_encoder_decoder
+    return memory.device == "cuda" and z.c < FP32_BYTES and not memory.job.model.has_source
 
 
 def _learned(memory: PassTables, layouts: Layouts, z: Sizes) -> LearnedScores:
@@ -250,9 +250,9 @@ def _learned(memory: PassTables, layouts: Layouts, z: Sizes) -> LearnedScores:
     kernel reads the mask; a CPU has the scores of all samples in fp32."""
     m, seq = memory.job.model, float(memory.job.data.seq_len)
     sinks = m.sinks and memory.job.data.separates_documents and not _has_segments(memory, z)
-    if not m.is_encoder_decoder and not sinks:
+    if not m.has_source and not sinks:
         return LearnedScores()
-    whole = (layouts.cp == 1) | m.is_encoder_decoder
+    whole = (layouts.cp == 1) | m.has_source
     table = whole * z.scores * seq * seq * z.c / layouts.cp
     scores = whole * layouts.microbatch * z.scores * seq * seq * FP32_BYTES / layouts.cp
     if memory.device == "cuda":
@@ -274,11 +274,11 @@ def _embedding(m: Model, z: Sizes, layouts: Layouts) -> PassBytes:
     """The embedding with learned positions; its gradient is as large as its table."""
     out, whole = z.rows * z.dim * z.c, z.tokens * z.dim * z.c
     learned = m.positions == "learned"
-    looked_up = z.tp and not m.is_classifier
+    looked_up = z.tp and not m.takes_patches
     forward = out + (2 * whole + out if looked_up else 0) + (2 * out if learned else 0)
-    kept = (2 if m.is_encoder else 1) * out + (z.tokens * 9 if z.tp else 0)  # an encoder's sum has a norm
-    table = 0.0 * whole if m.is_classifier else np.ceil((m.vocab or 0) / layouts.tp) * z.dim * z.c
-    if m.is_classifier:
+    kept = (2 if m.hides_tokens else 1) * out + (z.tokens * 9 if z.tp else 0)  # an encoder's sum has a norm
+    table = 0.0 * whole if m.takes_patches else np.ceil((m.vocab or 0) / layouts.tp) * z.dim * z.c
+    if m.takes_patches:
         table = table + m.patch_dim * z.dim * z.c
     if learned:
         table = np.maximum(table, (m.max_len or 0) * z.dim * z.c)

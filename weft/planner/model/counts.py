@@ -77,26 +77,26 @@ def flops_per_token(model: Model, seq_len: int) -> float | None:
 def _head(model: Model, seq_len: int) -> float:
     """Multiplied weights a token after the blocks."""
     dim = model.dim or 0
-    if model.is_stack:
+    if model.takes_vectors:
         return 0.0
     if model.classes:  # of one token a sample: the pooler and the labels
         return dim * (dim + model.classes) / seq_len
-    if model.is_classifier:
+    if model.takes_patches:
         return dim * model.outputs / seq_len
-    return float((model.vocab or 0) * dim + (dim * dim if model.is_encoder else 0))
+    return float((model.vocab or 0) * dim + (dim * dim if model.hides_tokens else 0))
 
 
 def attention_per_token(model: Model, seq_len: int) -> float:
     """Training FLOPs a token of the scores and weighted sums of all blocks."""
     layers = model.layers or 0
-    if model.is_encoder_decoder or model.window is not None:
+    if model.has_source or model.window is not None:
         return sum(_attention(model, seq_len, i) for i in range(layers))
     return layers * _attention(model, seq_len, 0)
 
 
 def _attention(model: Model, seq_len: int, index: int) -> float:
     """FLOPs a token of one block's scores and weighted sums."""
-    if model.is_stack:
+    if model.takes_vectors:
         return 0.0
     width = model.head_dim or 0
     values = model.latent.v_dim if model.latent else width
@@ -107,7 +107,7 @@ def _attention(model: Model, seq_len: int, index: int) -> float:
 def attention_share(model: Model, seq_len: int, index: int) -> float:
     """Attention of a block, relative to one of all tokens to all: half if causal, less with a sliding window, and
     another one to the source."""
-    if model.is_encoder_decoder:
+    if model.has_source:
         return 1.0 if index < (model.encoder_layers or 0) else 1.5
     if model.window is not None and model.window < seq_len and model.has_window(index):
         reach = model.window / seq_len
@@ -127,11 +127,11 @@ def part_costs(model: Model, seq_len: int) -> list[float]:
     assert counts is not None, "a custom module has no parts to split"
     weights = [counts.first] * counts.firsts + [counts.block - counts.idle] * counts.blocks
     blocks = [6.0 * count + _attention(model, seq_len, i) for i, count in enumerate(weights)]
-    if model.is_stack:
+    if model.takes_vectors:
         return [0.0, *blocks, 0.0]
     dim = model.dim or 0
     lookup = (
-        6.0 * model.patch_dim * dim if model.is_classifier else 6.0 * dim
+        6.0 * model.patch_dim * dim if model.takes_patches else 6.0 * dim
     )  # rows are read and added to, not multiplied
     return [lookup, *blocks, 6.0 * _head(model, seq_len)]
 
@@ -139,4 +139,4 @@ def part_costs(model: Model, seq_len: int) -> list[float]:
 def flops_per_sample(model: Model, seq_len: int) -> float | None:
     """Training FLOPs a sample: a sequence, an image of patches, or the one vector of an MLP."""
     flops = flops_per_token(model, seq_len)
-    return None if flops is None else flops * (1 if model.is_stack else seq_len)
+    return None if flops is None else flops * (model.sample_positions(seq_len))

@@ -32,7 +32,7 @@ def fp8_head_blocks(job: Job) -> int:
     """Aligned blocks of rows of a head in fp8; tp must divide them. 0 for a head that stays in bf16."""
     m = job.model
     rows, columns = m.vocab or 0, m.dim or 0
-    predicts = (m.is_decoder or m.is_encoder_decoder) and not m.labels_samples and not m.has_head_bias
+    predicts = (m.continues_text or m.has_source) and not m.labels_samples and not m.has_head_bias
     low = job.fp8.head and predicts and not stays_bf16("head", rows, columns, tuple(job.fp8.skip))
     return rows // FP8_ALIGNMENT if low else 0
 

@@ -202,12 +202,12 @@ def model_facts(job: Job) -> ModelFacts:
     model = resolve(job).model
     if model.module:
         raise ValueError("the size of a custom module is not known before it is built")
-    if model.is_stack:
+    if model.takes_vectors:
         return ModelFacts(
             layers=model.layers, dim=model.dim, ffn=model.dim, heads=0, kv_heads=0, head_dim=0, vocab=0, seq_len=1,
             gates=0, causal=0, mlp_bias=int(bool(model.bias)), norm_rows=0, head_share=0.0,
         )  # fmt: skip
-    vit = model.is_classifier
+    vit = model.takes_patches
     extra: dict[str, Any] = {}
     experts = getattr(model, "experts", None)
     if experts is not None:
@@ -262,12 +262,12 @@ def _encoder_ends(model: Model) -> dict[str, float]:
     """Of BERT: token types, the norm of the embedding, and the layers before the head with its bias. Of T5: tables of
     positions, the encoder's norm and the blocks with cross attention."""
     dim = model.dim or 0
-    if model.is_encoder_decoder:
+    if model.has_source:
         layers = model.layers or 1
         tables = 2 * (model.position_buckets or 0) * (model.heads or 0)
         share = (layers - (model.encoder_layers or 0)) / layers
         return {"around_blocks": tables + dim, "cross_share": share}
-    if not model.is_encoder:
+    if not model.hides_tokens:
         return {"around_blocks": model.outputs} if model.class_token else {}
     norms = 0 if model.classes else 2 * dim  # classification has no last norm, which is counted elsewhere
     rest = (model.token_types or 0) * dim + norms + dim * dim + dim + model.outputs

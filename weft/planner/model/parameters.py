@@ -73,7 +73,7 @@ def unit_weights(model: Model, sequence: bool) -> dict[str, list[Weight]]:
     def block(i: int) -> list[Weight]:
         return list(weights_of(model, sequence, i, i + 1, False, False)) if 0 <= i < layers else []
 
-    if model.is_stack:
+    if model.takes_vectors:
         return {"column": block(0), "row": block(1), "whole": block(layers - 1) if layers % 2 else []}
     dense = layers if model.first_blocks is None else model.first_blocks
     routed = block(dense)

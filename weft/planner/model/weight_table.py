@@ -48,7 +48,7 @@ def weights_of(model: Model, sequence: bool, first: int, end: int, begins: bool,
     """The weights of blocks first … end - 1, of the embedding if `begins` and of the head if `ends`, in the order of
     the model. `sequence`: between blocks, tp cuts the sequence."""
     assert model.family is not None
-    plain = _stack if model.is_stack else _encoder_decoder if model.is_encoder_decoder else _transformer
+    plain = _stack if model.takes_vectors else _encoder_decoder if model.has_source else _transformer
     table = FAMILIES[model.family].weights or plain
     weights = table(model, sequence, first, end, begins, ends)
     return weights if model.lora is None else _with_adapters(weights, model.lora, model.experts is not None)
@@ -74,7 +74,7 @@ def _with_adapters(weights: Iterable[Weight], lora: Lora, experts: bool) -> Iter
 def _transformer(m: Model, sequence: bool, first: int, end: int, begins: bool, ends: bool) -> Iterator[Weight]:
     dim, vocab = _int(m.dim), _int(m.vocab)
     if begins:
-        if m.is_classifier:
+        if m.takes_patches:
             yield Weight("embed.weight", (dim, m.patch_dim), "", None, sequence)
             yield Weight("embed.bias", (dim,), "", None, sequence)
             if m.class_token:
@@ -85,12 +85,12 @@ def _transformer(m: Model, sequence: bool, first: int, end: int, begins: bool, e
             yield Weight("positions.weight", (_int(m.max_len), dim), "", None, sequence)
         if m.token_types:
             yield Weight("types.weight", (m.token_types, dim), "", None, sequence)
-        if m.is_encoder:
+        if m.hides_tokens:
             yield from _norm(m, "embed_norm", "", dim, sequence)
     for i in range(first, end):
         yield from _block(m, sequence, f"blocks.{i}", m.experts is not None and i >= m.experts.first_dense)
     if ends:
-        if m.is_encoder and not m.classes:
+        if m.hides_tokens and not m.classes:
             yield Weight("transform.weight", (dim, dim), "", None, sequence)
             yield Weight("transform.bias", (dim,), "", None, sequence)
         if not m.classes:

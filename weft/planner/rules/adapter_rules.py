@@ -13,7 +13,7 @@ def lora_rule(job: Job, plan: Plan) -> str | None:
     model = job.model
     if model.lora is None:
         return None
-    if model.module or model.is_stack or model.is_encoder_decoder:
+    if model.module or model.takes_vectors or model.has_source:
         what = f"model.module={model.module}" if model.module else f"model.family={model.family}"
         return f"model.lora adapts the linear layers of decoders and encoders, and {what} is neither; leave it out"
     weights = weights_of(model.model_copy(update={"lora": None}), False, 0, model.layers or 0, False, False)

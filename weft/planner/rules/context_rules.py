@@ -10,7 +10,7 @@ from weft.planner.time.context import ulysses_fits
 
 def attends(job: Job) -> bool:
     """Whether the model is one of Weft's transformers; an mlp may have the heads of a shape but no attention."""
-    return not job.model.module and not job.model.is_stack
+    return not job.model.module and not job.model.takes_vectors
 
 
 def sequence_rule(job: Job, plan: Plan) -> str | None:

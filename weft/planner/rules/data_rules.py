@@ -26,9 +26,9 @@ def growing_rule(job: Job, plan: Plan) -> str | None:
         (data.format == "labels", "data.format=labels"),
         (job.train.epochs is not None, f"train.epochs={job.train.epochs or 0:g}"),
         (data.drop_last, "data.drop_last=true"),
-        (job.model.is_encoder, f"model.family={job.model.family}"),
+        (job.model.hides_tokens, f"model.family={job.model.family}"),
         (
-            data.streaming and (job.model.is_encoder_decoder or job.model.is_classifier or job.model.is_stack),
+            data.streaming and (job.model.has_source or job.model.takes_patches or job.model.takes_vectors),
             f"model.family={job.model.family}",
         ),
         (bool(job.model.module) and data.format is None and ":" in data.source, f"data.source={data.source}"),
@@ -42,7 +42,7 @@ def growing_rule(job: Job, plan: Plan) -> str | None:
 def images_rule(job: Job, plan: Plan) -> str | None:
     """The patches of a ViT cover an image, unless the model names its size and cuts off the rest."""
     side, patch = job.data.images.size if job.data.images is not None else None, job.model.patch or 4
-    if not job.model.is_classifier or not side or job.model.image is not None or side % patch == 0:
+    if not job.model.takes_patches or not side or job.model.image is not None or side % patch == 0:
         return None
     whole = max(patch, side // patch * patch)
     return f"data.images.size={side} is not a multiple of model.patch={patch}; size={whole} would work"
@@ -60,7 +60,7 @@ def tasks_rule(job: Job, plan: Plan) -> str | None:
         )
     if model.module:
         return None
-    if not (model.takes_tokens or model.is_encoder_decoder):
+    if not (model.takes_tokens or model.has_source):
         return f"data.mixture has tasks, which model.family={model.family} does not support; leave their names out"
     for each in data.mixture:
         default = NamedLoss()

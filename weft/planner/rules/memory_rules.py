@@ -28,7 +28,7 @@ def offload_rule(job: Job, plan: Plan) -> str | None:
     if not plan.long:
         return None
     setting = parts_setting(plan)
-    if job.model.is_encoder_decoder:
+    if job.model.has_source:
         return (
             f"{setting} works on blocks of one sequence, and model.family={job.model.family} has two; "
             f"{whole_blocks(plan)}"

@@ -44,9 +44,9 @@ def padding_rule(job: Job, plan: Plan) -> str | None:
 
 def width_rule(job: Job, plan: Plan) -> str | None:
     """tp divides the feed-forward width."""
-    ffn = job.model.ffn if not job.model.is_stack else job.model.dim
+    ffn = job.model.ffn if not job.model.takes_vectors else job.model.dim
     if plan.tp == 1 or not ffn or ffn % plan.tp == 0:
         return None
-    name = "model.ffn" if not job.model.is_stack else "model.dim"
+    name = "model.ffn" if not job.model.takes_vectors else "model.dim"
     up = -(-ffn // plan.tp) * plan.tp
     return f"{name}={ffn} is not a multiple of parallel.tp={plan.tp}; {name}={up} would work"

@@ -85,7 +85,7 @@ class Space:
 def job_space(job: Job, world: int, precision: str, recompute: Iterable[str] = RECOMPUTES) -> Space:
     """The space of a resolved job on `world` ranks, as its rules allow."""
     model, seq = job.model, job.data.seq_len
-    share: dict[str, Any] = {"world": world, "batch": job.train.global_batch, "seq_len": 1 if model.is_stack else seq}
+    share: dict[str, Any] = {"world": world, "batch": job.train.global_batch, "seq_len": model.sample_positions(seq)}
     fixed: dict[str, Any] = {
         "precision": (precision,), "offload": (without_states(job.memory.offload),),
         "compression": (job.comm.compression.partition(":")[0],),
@@ -101,9 +101,9 @@ def job_space(job: Job, world: int, precision: str, recompute: Iterable[str] = R
         return Space(**share, parts=1, **fixed)
     options = divisors(world)
     heads, kv = model.heads or 0, model.kv_heads or 0
-    width = (model.ffn if not model.is_stack else model.dim) or 1
+    width = (model.ffn if not model.takes_vectors else model.dim) or 1
     layers = model.layers or 1
-    parts = layers if model.is_stack else layers + 2
+    parts = layers if model.takes_vectors else layers + 2
     tp = [d for d in options if width % d == 0 and (not heads or heads_fit(model, d))]
     cp = [d for d in options if d == 1 or (heads and seq % (2 * d) == 0 and seq // d >= MIN_CP_TOKENS and model.causal)]
     experts = model.experts.count if model.experts else 0
@@ -118,7 +118,7 @@ def job_space(job: Job, world: int, precision: str, recompute: Iterable[str] = R
         # these pass once through a block's backward, so schedules that split it are refused (planner/rules/)
         fixed["schedules"] = tuple((name, stages) for name, stages in _PIPELINES if not SCHEDULES[name].splits_backward)
     return Space(
-        **share, parts=parts, tp_parts=-(-layers // 2) if model.is_stack else None, tp=tuple(tp), cp=tuple(cp),
+        **share, parts=parts, tp_parts=-(-layers // 2) if model.takes_vectors else None, tp=tuple(tp), cp=tuple(cp),
         pp=tuple(d for d in options if d <= parts),
         ep=tuple(d for d in options if experts % d == 0) if experts and job.comm.compression == "none" else (1,),
         heads=heads, kv_heads=kv, experts=experts, **fixed,

@@ -83,7 +83,7 @@ def choose_style(
 def attentions(model: Model, first: int, end: int) -> int:
     """Attentions in blocks `first` up to but not including `end`: a block of a decoder with an encoder has two."""
     own = end - first
-    return own + (end - max(first, min(end, model.encoder_layers or 0)) if model.is_encoder_decoder else 0)
+    return own + (end - max(first, min(end, model.encoder_layers or 0)) if model.has_source else 0)
 
 
 Spans = Sequence[tuple[int, int, int]]
@@ -105,7 +105,7 @@ def context_bytes(
     heads, kv = (model.heads or 0) // plan.tp, max(1, (model.kv_heads or 0) // plan.tp)
     held = max(kv, ulysses)  # copies of key heads where there are fewer than ranks
     out: dict[str, float] = {}
-    if ring > 1 and not model.is_encoder_decoder:
+    if ring > 1 and not model.has_source:
         chunk = 2 * sequences * size * (held // ulysses) * d * compute
         out = {"send": 0.0, "recv": 0.0}
         for limited in (False, True):
@@ -120,7 +120,7 @@ def context_bytes(
         row = tokens / plan.cp * d * compute * (1 if whole else (ulysses - 1) / ulysses)
         extra = count * 2 * (heads + held) if plan.long else 0  # q, k, v and the output once more
         out["all_to_all"] = row * ((forward + count) * 2 * (heads + held) + extra)
-    if ring > 1 and model.is_encoder_decoder:  # keys and values go to all groups, and their gradients come back
+    if ring > 1 and model.has_source:  # keys and values go to all groups, and their gradients come back
         keys = tokens * 2 * (held // ulysses) * d * compute * (1 if whole else (ring - 1) / ring)
         out["all_to_all"] = out.get("all_to_all", 0.0) + keys * (forward + count)
     return out

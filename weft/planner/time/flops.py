@@ -17,7 +17,7 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
     counts the half that is needed, and what recompute does again is counted again."""
     model, coords = job.model, coords_of(plan, rank)
     samples = plan.microbatch * plan.accumulation
-    seq = 1 if model.is_stack else job.data.seq_len
+    seq = model.sample_positions(job.data.seq_len)
     total = 0.0
     for stage in stages_of(plan, coords["pp"]):
         first, end, begins, ends = stage_range(model, plan, stage)
@@ -38,7 +38,7 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
                 ("positions.", "types.", "encoder_bias.", "decoder_bias.")
             ):
                 continue
-            if name == "embed.weight" and not model.is_classifier:
+            if name == "embed.weight" and not model.takes_patches:
                 if model.tied and ends:
                     total += (6.0 if shard.weight.trained else 4.0) * samples * seq * size / plan.cp
                 continue
@@ -51,11 +51,11 @@ def flops_of(job: Job, plan: Plan, rank: int = 0) -> float:
                 passes += shard.weight.unit in again and not (plain and name.endswith("mlp.down.weight"))
                 if name.endswith("router.weight"):  # each rank routes its own tokens
                     tokens //= plan.tp
-                if model.is_stack:
+                if model.takes_vectors:
                     passes = 2.0 if begins and shard.weight.unit == "layers.0" else 3.0
             passes -= 0.0 if shard.weight.trained else 1.0
             total += 2.0 * passes * tokens * size / plan.cp
-        if not model.is_stack:
+        if not model.takes_vectors:
             scores = 4.0 * samples * seq * seq * (model.heads or 0) * (model.head_dim or 0) / plan.tp / plan.cp
             passes_of = {i: 4.0 if i < first + recomputed else 3.0 for i in range(first, end)}
             total += scores * sum(passes * attention_share(model, seq, i) for i, passes in passes_of.items())

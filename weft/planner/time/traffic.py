@@ -82,7 +82,7 @@ def traffic_of(job: Job, plan: Plan, rank: int = 0, at: float | None = None) -> 
                     -(-p.whole // GRADIENT_ALIGNMENT) * GRADIENT_ALIGNMENT for p in routed if p.weight.trained
                 )
         if plan.tp > 1:
-            add = _mlp_tp if job.model.is_stack else _transformer_tp
+            add = _mlp_tp if job.model.takes_vectors else _transformer_tp
             add(job, plan, stage, out["tp"])
             width = plan.compute_bytes if gradients_stay_low_precision(plan) else FP32_BYTES
             out["tp"]["all_reduce"] += width * sum(
@@ -132,7 +132,7 @@ def _transformer_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
     one = plan.microbatch * job.data.seq_len // plan.cp * (model.dim or 0) * plan.compute_bytes
     enters, leaves, _ = _regions(model, first, end)
     # the source and the target of an encoder and a decoder are embedded
-    both = leaves + enters + ends + (0 if model.is_classifier else (1 + model.is_encoder_decoder) * begins)
+    both = leaves + enters + ends + (0 if model.takes_patches else (1 + model.has_source) * begins)
     some = _runs_again(model, plan, first, end)
     enters_again, leaves_again, dense = _regions(model, first, some)
     projected = attentions(model, first, some)
@@ -186,8 +186,8 @@ def _mlp_tp(job: Job, plan: Plan, stage: int, tp: Counter[str]) -> None:
 
 
 def _messages(job: Job, plan: Plan, schedule: Schedule, stage: int, here: int, pp: Counter[str]) -> None:
-    seq = 1 if job.model.is_stack else job.data.seq_len // plan.cp // (plan.tp if plan.sequence else 1)
-    seq *= 2 if job.model.is_encoder_decoder else 1
+    seq = job.model.sample_positions(job.data.seq_len) // plan.cp // (plan.tp if plan.sequence else 1)
+    seq *= 2 if job.model.has_source else 1
     one = plan.accumulation * plan.microbatch * seq * (job.model.dim or 0) * plan.compute_bytes
     for other in (stage - 1, stage + 1):
         if 0 <= other < schedule.stages and schedule.rank_of[other] != here:
@@ -199,7 +199,7 @@ def _tied(job: Job, plan: Plan, schedule: Schedule, coords: dict[str, int], pp: 
     """The first and the last stage swap the gradients of an embedding that is also the head."""
     ends = {0: "embed.weight", schedule.stages - 1: "head.weight"}
     first, last = schedule.rank_of[0], schedule.rank_of[-1]
-    if not job.model.tied or job.model.lora is not None or job.model.is_stack or first == last:
+    if not job.model.tied or job.model.lora is not None or job.model.takes_vectors or first == last:
         return
     for stage, name in ends.items():
         if schedule.rank_of[stage] == coords["pp"]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from weft.data.shard_patterns import first_missing
-from weft.data.tasks.task_records import text_tokens
+from weft.data.task_records import text_tokens
 from weft.data.tokenizer import load_tokenizer
 from weft.extensions.vision.clip.caption_files import CaptionFiles, open_captions
 from weft.extensions.vision.image_dataset import ImageDataset

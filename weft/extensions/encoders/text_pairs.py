@@ -7,13 +7,10 @@ import zlib
 import numpy as np
 
 from weft.data.formats.record_files import Record
-from weft.data.tasks.task_records import Padding, read_task_records, text_tokens
+from weft.data.task_records import Padding, read_task_records, text_tokens
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.job.errors import JobError
 from weft.job.schema import Job
-
-BUCKET_BATCHES = 8
-"""Global batches of a bucket of pairs with similar lengths."""
 
 
 class TextPairs:
@@ -53,10 +50,15 @@ class TextPairs:
         }  # fmt: skip
 
 
+def reads(job: Job) -> bool:
+    """Whether data.format is pairs."""
+    return job.data.format == "pairs"
+
+
 def open_text_pairs(job: Job) -> TextPairs:
     """The dataset of data.format=pairs."""
     data = job.data
-    if not job.model.is_encoder_decoder:
+    if not job.model.has_source:
         raise JobError("data.format=pairs trains an encoder with a decoder: write model.family=t5")
     train, held = read_task_records(data.source, (data.source_field, data.target_field), data.val_fraction)
     return TextPairs(train, held, job, load_tokenizer(data.tokenizer))

@@ -9,9 +9,9 @@ import torch
 from helpers.published import VOCAB, save_random
 
 import weft
-from weft.models.decoding_cache import DecodingCache
-from weft.models.encoder_decoder import EncoderDecoder
-from weft.training.generate import beam_search
+from weft.extensions.encoders.decoding_cache import DecodingCache
+from weft.extensions.encoders.encoder_decoder import EncoderDecoder
+from weft.extensions.encoders.translate import beam_search
 
 LENGTH = 12
 END = 1

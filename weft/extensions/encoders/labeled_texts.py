@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from weft.data.formats.record_files import Record
-from weft.data.tasks.task_records import Padding, read_task_records, text_tokens
+from weft.data.task_records import Padding, read_task_records, text_tokens
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.job.errors import JobError
 from weft.job.schema import Job
@@ -58,10 +58,15 @@ def _label_numbers(labels: list[Any], classes: int, source: str) -> dict[Any, in
     return numbers
 
 
+def reads(job: Job) -> bool:
+    """Whether data.format is labels."""
+    return job.data.format == "labels"
+
+
 def open_labeled_texts(job: Job) -> LabeledTexts:
     """The dataset of data.format=labels."""
     data = job.data
-    if not job.model.is_encoder or not job.model.classes:
+    if not job.model.hides_tokens or not job.model.classes:
         raise JobError(
             "data.format=labels trains sequence classification: write model.family=bert and model.classes, the number "
             "of labels"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.data.tasks.bleu import corpus_bleu
+from weft.extensions.encoders.bleu import corpus_bleu
 
 FOUND = ["Datei &quot;a-1&quot; nicht gefunden: 3,5 von 10.", "Der Befehl %s ist unbekannt", "zu lang"]
 WANTED = [

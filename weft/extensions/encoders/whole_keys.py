@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.extensions.encoders.encoder_decoder import CrossAttention, EncoderDecoder, source_mask
 from weft.models.attention import TokenInfo, biased, masked_attention
-from weft.models.encoder_decoder import CrossAttention, EncoderDecoder, source_mask
 from weft.parallel.context.context_attention import Context, ToHeads, ToRows
 
 

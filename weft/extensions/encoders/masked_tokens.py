@@ -54,8 +54,10 @@ class MaskedTokens:
         return {**sample, "inputs": inputs, "targets": tokens, "valid": valid}
 
 
-def masked(job: Job, inner: Any) -> MaskedTokens:
-    """The samples of a masked language model from those of a text dataset."""
+def with_hidden_tokens(job: Job, inner: Any) -> Any:
+    """The samples of a masked language model from those of a text dataset; labelled texts stay as they are."""
+    if job.model.classes:
+        return inner
     vocab, token, known = job.model.vocab or 0, data_mask_token(job.data), data_vocab(job.data)
     if token is None:
         token = vocab - 1

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from weft.job.schema import Model
 from weft.models.attention import TokenInfo, masked_attention
 from weft.models.attention_layer import Attention
+from weft.models.decoder_inputs import shifted_right
 from weft.models.dropout import Dropout, salt
 from weft.models.feedforward import FeedForward
 from weft.models.init import STD
@@ -110,12 +111,6 @@ class _Spread(torch.autograd.Function):
         return summed.to(grads[0].dtype), None
 
 
-def shifted_right(targets: Tensor, valid: Tensor | None = None) -> Tensor:
-    """The decoder's inputs for teacher forcing: token 0, then the targets without the last; masked ones are 0."""
-    known = targets if valid is None else torch.where(valid > 0, targets, 0)
-    return F.pad(known[:, :-1], (1, 0))
-
-
 def source_mask(info: TokenInfo) -> Tensor | None:
     """Which tokens of a source the decoder attends to, [batch, 1, 1, source]: padding is another document."""
     return None if info.docs is None else (info.docs == info.docs[:, :1])[:, None, None]
@@ -140,6 +135,9 @@ class EncoderDecoder(nn.Module):
     `own_heads` (of a table [buckets, heads], the heads it computes) and `source_mask`.
     """
 
+    takes_decoder_inputs = True
+    context_attention = "weft.extensions.encoders.whole_keys:WholeKeys"
+    """Its attention over the ranks of cp."""
     positions: Callable[[TokenInfo], tuple[range, range]] = staticmethod(_all_positions)
     own_heads: Callable[[Tensor], Tensor] = staticmethod(_all_heads)
     source_mask: Callable[[TokenInfo], Tensor | None] = staticmethod(source_mask)

@@ -8,8 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from weft.extensions.encoders.encoder_decoder import DecoderBlock, EncoderDecoder
 from weft.models.attention import TokenInfo
-from weft.models.encoder_decoder import DecoderBlock, EncoderDecoder
 
 
 class DecodingCache:

@@ -1,1 +1,0 @@
-"""Samples of tasks: masked tokens, texts with labels, and pairs of texts."""
