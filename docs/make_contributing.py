@@ -16,10 +16,12 @@ FLOW = (
 )
 """Each step of the flow, what it is, and the parts of weft/ that implement it."""
 AROUND = (
-    ("starts a run", ("cli", "convert", "launch", "server", "adapters", "hvd", "tune")),
+    ("starts a run", ("cli", "launch")),
     ("keeps it running", ("supervisor", "guards", "wire")),
-    ("checks and measures", ("verify", "measure", "chaos")),
+    ("checks and measures", ("verify", "measure")),
 )
+EXTENSIONS = tuple(sorted(p.parent.name for p in (HERE.parent / "weft" / "extensions").glob("*/__init__.py")))
+PER_LINE = 8
 BOX, GAP, LEFT, TOP = 112, 18, 14, 14
 STYLE = """text{font:14px system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif;fill:#1f2328}
 .b{font-weight:600}.s{font-size:12px;fill:#59636e}.p{font:12px ui-monospace,Menlo,Consolas,monospace}
@@ -47,7 +49,13 @@ def flow() -> str:
         out.append(f'<rect x="{x}" y="{top}" width="{wide}" height="52" rx="8" class="box"/>')
         out.append(f'<text x="{x + wide // 2}" y="{top + 22}" class="s m">{what}</text>')
         out.append(f'<text x="{x + wide // 2}" y="{top + 41}" class="p m">{"  ·  ".join(parts)}</text>')
-    height = top + 52 + TOP
+    lines = [EXTENSIONS[i : i + PER_LINE] for i in range(0, len(EXTENSIONS), PER_LINE)]
+    top, tall = top + 52 + GAP, 34 + 18 * len(lines)
+    out.append(f'<rect x="{LEFT}" y="{top}" width="{width - 2 * LEFT}" height="{tall}" rx="8" class="box"/>')
+    out.append(f'<text x="{width // 2}" y="{top + 22}" class="s m">extensions: each registers entries</text>')
+    for row, names in enumerate(lines):
+        out.append(f'<text x="{width // 2}" y="{top + 41 + 18 * row}" class="p m">{"  ·  ".join(names)}</text>')
+    height = top + tall + TOP
     arrow = (
         '<defs><marker id="a" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path d="M0 0L8 4L0 8z" fill="#8c959f"/></marker></defs>'
