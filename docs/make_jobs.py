@@ -180,7 +180,7 @@ def shapes() -> str:
 def catalog() -> str:
     """The devices and networks of the catalog."""
     return (
-        f"## Devices and networks\n\n`cluster.device`: {', '.join(f'`{n}`' for n in DEVICES)}.\n\n"
+        f"## Devices and networks\n\n`cluster.device`: {', '.join(f'`{n}`' for n in DEVICES.names())}.\n\n"
         f"`cluster.network`: {', '.join(f'`{n}`' for n in NETWORKS)}.\n"
     )
 

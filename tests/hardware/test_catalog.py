@@ -81,7 +81,7 @@ def test_an_unknown_network_is_refused_with_the_nearest() -> None:
 
 
 def test_device_figures_are_plausible() -> None:
-    for name, device in DEVICES.items():
+    for name, device in ((device.name, device) for device in DEVICES):
         assert device.name == name
         assert set(device.peak_tflops) == {"fp32", "bf16", "fp16", "fp8"}
         assert 0 < device.memory_gib < 400

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from weft.job.errors import JobError
+from weft.job.registry import Registry
 from weft.job.text_file import FAST_LOADER, limit_nesting, read_small_text
 
 Kind = Literal["cuda", "rocm", "cpu"]
@@ -41,6 +42,10 @@ class Device:
     """Best measured bf16 matrix product, as a share of the dense peak."""
     units: int
     """Streaming multiprocessors or compute units."""
+    network: str = "ethernet-100"
+    """The usual network between its nodes (cluster.network=auto)."""
+    nvlink_domain: int = 0
+    """Devices that NVLink joins across nodes; 0 if it ends at the node."""
     product: str = ""
     """Pattern of its product names, as NVML, torch and ROCm report them."""
     aliases: tuple[str, ...] = ()
@@ -143,7 +148,7 @@ def _device(name: str, entry: Any, path: Path) -> Device:
     numbers = {
         "memory_gib": None, "memory_tb_s": 1.0, "link_gb_s": 31.0, "watts": 500.0, "matmul_share": 0.75, "units": 128,
     }  # fmt: skip
-    entry = _entry(name, entry, {*numbers, "kind", "tflops", "product", "aliases"}, path)
+    entry = _entry(name, entry, {*numbers, "kind", "tflops", "network", "nvlink_domain", "product", "aliases"}, path)
     got = {key: _number(name, key, entry.get(key, usual), path) for key, usual in numbers.items()}
     kind = entry.get("kind", "cuda")
     if kind not in ("cuda", "rocm", "cpu"):
@@ -154,11 +159,14 @@ def _device(name: str, entry: Any, path: Path) -> Device:
         raise JobError(f"{path}: {name}.tflops has {found}; it takes {', '.join(DTYPES)}, such as {{bf16: 989}}")
     tflops = {d: _number(name, f"tflops.{d}", peaks[d], path) if d in peaks else None for d in DTYPES}
     aliases, product = entry.get("aliases") or [], entry.get("product") or ""
+    network, domain = entry.get("network", "ethernet-100"), entry.get("nvlink_domain", 0)
+    if not isinstance(network, str) or type(domain) is not int or domain < 0:
+        raise JobError(f"{path}: {name}.network must be the name of a network and {name}.nvlink_domain a whole number")
     if not isinstance(aliases, list) or not isinstance(product, str):
         raise JobError(f"{path}: {name}.product must be a pattern and {name}.aliases a list of names")
     return Device(
         name, kind, got["memory_gib"], tflops, got["memory_tb_s"], got["link_gb_s"], got["watts"], got["matmul_share"],
-        int(got["units"]), product, tuple(_key(alias) for alias in aliases),
+        int(got["units"]), network, domain, product, tuple(_key(alias) for alias in aliases),
     )  # fmt: skip
 
 
@@ -182,25 +190,31 @@ def _number(name: str, key: str, value: Any, path: Path) -> float:
 
 
 _SHIPPED = read_catalog(FILE)
-DEVICES: dict[str, Device] = _SHIPPED.devices
-"""Every device by name."""
+DEVICES: Registry[Device] = Registry("cluster.device", __name__)
+"""Every device by name; extensions may register more."""
+for _device_entry in _SHIPPED.devices.values():
+    DEVICES.register(_device_entry)
 NETWORKS: dict[str, Network] = _SHIPPED.networks
 """Every network by name."""
 
 
 def catalog(path: str | None = None) -> Catalog:
     """Weft's catalog, with the entries of a user's file added."""
+    devices = {device.name: device for device in DEVICES}
     if path is None:
-        return _SHIPPED
-    own = read_catalog(path)
-    return Catalog({**DEVICES, **own.devices}, {**NETWORKS, **own.networks}, own.clouds, own.own)
+        return Catalog(devices, NETWORKS)
+    given = read_catalog(path)
+    return Catalog({**devices, **given.devices}, {**NETWORKS, **given.networks}, given.clouds, given.own)
 
 
 def find_device(name: str, own: str | None = None) -> Device:
     """The device with this name; a JobError suggests the nearest. `own` is cluster.catalog."""
+    key = _key(name)
+    if own is None and key in _SHIPPED.devices:
+        return _SHIPPED.devices[key]
     devices = catalog(own).devices
     named = {alias: device for device in devices.values() for alias in device.aliases} | devices
-    if (key := _key(name)) in named:
+    if key in named:
         return named[key]
     hint = _hint(key, named, devices)
     raise JobError(f"cluster.device: unknown device {name!r}; {hint}")
@@ -218,7 +232,7 @@ def find_network(name: str, own: str | None = None) -> Network:
 
 def device_by_product(product_name: str) -> Device | None:
     """The catalog entry for a product name as reported by NVML or torch; None if there is none."""
-    found = (d for d in DEVICES.values() if d.product and re.search(d.product, product_name, re.IGNORECASE))
+    found = (d for d in DEVICES if d.product and re.search(d.product, product_name, re.IGNORECASE))
     return next(found, None)
 
 

@@ -13,7 +13,6 @@ from weft.job.optim import OPTIMIZERS, WeightShard
 from weft.job.schema import Job
 from weft.planner.memory.layout_group import RUNTIME_BYTES
 from weft.planner.memory.live_bytes import FP32_BYTES
-from weft.planner.model.cluster_facts import default_network
 from weft.planner.model.reference_rate import peak_flops
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
@@ -113,7 +112,7 @@ def _time(job: Job, plan: Plan, facts: ModuleFacts, states: float, moved: float)
         return {}
     try:
         device = find_device(plan.device_name, job.cluster.catalog)
-        network = job.cluster.network if job.cluster.network != "auto" else default_network(device)
+        network = job.cluster.network if job.cluster.network != "auto" else device.network
         link = find_network(network, job.cluster.catalog).gb_s if plan.nodes > 1 else device.link_gb_s
     except JobError:
         return {}

@@ -9,7 +9,7 @@ from dataclasses import replace
 from weft.extensions.published.cells import Unusable, number_of
 from weft.hardware.catalog import Device, device_by_product, find_device, find_network
 from weft.job.errors import JobError
-from weft.planner.model.cluster_facts import ClusterFacts, default_network, make_cluster
+from weft.planner.model.cluster_facts import ClusterFacts, make_cluster
 
 FP4_SPEEDUP, FP4_SPEEDUP_ULTRA = 2.0, 3.0
 """Peak of fp4 products over that of fp8; of Blackwell Ultra, the B300 and GB300."""
@@ -82,7 +82,7 @@ def row_cluster(line: Mapping[str, str], gpus: int) -> ClusterFacts:
 def network_of(text: str, per_node: int, device: Device) -> tuple[float, float]:
     """GB/s per device and latency in µs, from text such as `IB HDR 8x200Gb`, `IB NDR` or
     `1600Gb/s per node`."""
-    usual = find_network(default_network(device))
+    usual = find_network(device.network)
     latency = 5.0 if re.search(r"roce|ethernet|efa", text, re.I) else usual.latency_us
     cards = re.findall(r"(\d+)\s*x\s*(?:\S* ?ConnectX-\d+ (?:IB \w+ )?)?(\d+)\s*(Gb|GB)", text)
     total = max((int(count) * int(speed) / (8 if unit == "Gb" else 1) for count, speed, unit in cards), default=0)

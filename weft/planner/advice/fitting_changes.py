@@ -120,7 +120,7 @@ def _ideas(start: PlanStart, needs_gib: float) -> Iterator[list[Idea]]:
         yield [(f"memory.activations=fp8{also}", stored)]
     yield more(job)
     least = max(1.02 * start.memory_gib, needs_gib if job.parallel == "auto" else 0.0)
-    larger = [d for d in DEVICES.values() if d.kind == start.device.kind and d.memory_gib >= least]
+    larger = [d for d in DEVICES if d.kind == start.device.kind and d.memory_gib >= least]
     larger.sort(key=lambda device: device.memory_gib)
     also = "" if job.cluster.memory_gib is None else " cluster.memory_gib=null"
     yield [(f"cluster.device={d.name}{also}", _with(job, "cluster", device=d.name, memory_gib=None)) for d in larger]

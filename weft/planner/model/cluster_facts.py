@@ -59,26 +59,13 @@ UNKNOWN_TFLOPS = 0.05
 """Peak of a device without a published one: a core of a CPU."""
 NODE_LATENCY_US = 4.0
 """Latency of a collective's step between two devices of a node (NCCL tests on A100 and H100 nodes)."""
-_DEFAULT_NETWORK = {
-    "v100": "ib-edr", "a100": "ib-hdr", "h100": "ib-ndr", "h200": "ib-ndr", "h800": "ib-ndr", "h20": "ib-ndr",
-    "gh200": "ib-ndr", "b200": "ib-ndr", "b300": "ib-xdr", "gb200": "ib-ndr", "gb300": "ib-xdr",
-    "mi250x": "slingshot-11", "mi300x": "roce-400", "mi325x": "roce-400", "mi350x": "roce-400", "mi355x": "roce-400",
-    "cpu": "ethernet-10",
-}  # fmt: skip
-NVLINK_RACK_SIZE = {"gb200": 72, "gb300": 72}
-"""Devices in one NVLink domain that spans several nodes."""
-
-
-def default_network(device: Device) -> str:
-    """The usual network for a device."""
-    return next((n for key, n in _DEFAULT_NETWORK.items() if device.name.startswith(key)), "ethernet-100")
 
 
 def make_cluster(
     device: Device, world: int, per_node: int, network_gb_s: float, latency_us: float, memory_gib: float | None = None
 ) -> ClusterFacts:
     """A cluster of equal nodes; `network_gb_s` is what one device has to other nodes."""
-    inside = NVLINK_RACK_SIZE.get(device.name, per_node)
+    inside = device.nvlink_domain or per_node
     return ClusterFacts(
         world=world,
         levels=(
@@ -101,7 +88,7 @@ def cluster_facts(job: Job, world: int, device: Device | None = None, memory_gib
     own = job.cluster.catalog
     device = device or find_device("cpu" if job.cluster.device == "auto" else job.cluster.device, own)
     nodes = job.cluster.nodes
-    network = find_network(default_network(device) if job.cluster.network == "auto" else job.cluster.network, own)
+    network = find_network(device.network if job.cluster.network == "auto" else job.cluster.network, own)
     per_node = max(1, world // nodes)
     # one NIC a device is usual behind GPUs that NVLink joins; elsewhere the ranks of a node share one
     share = 1 if device.kind != "cpu" and device.link_gb_s > 100 else per_node
