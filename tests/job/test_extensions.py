@@ -86,3 +86,40 @@ def test_only_a_job_file_imports_extensions(tmp_path: Path, monkeypatch: pytest.
     assert parse_job({"extensions": ["no_such_module"]}).extensions == ("no_such_module",)
     with pytest.raises(JobError, match="must be names of Python modules"):
         parse_job({"extensions": ["os:system"]})
+
+
+EVERYTHING = """\
+name: mixers
+extensions: [helpers.extensions.everything]
+model: {family: mixer, dim: 32, layers: 2}
+data: {source: "helpers.extensions.everything:Rows", seq_len: 8}
+train: {steps: 6, global_batch: 8, eval_every: 0}
+parallel: {dp_replicate: 2, dp_shard: 1}
+cluster: {device: cpu, devices_per_node: 2}
+watch: {alerts: {to: [{notebook: notes.jsonl}]}}
+"""
+
+
+def test_one_file_adds_a_family_a_device_a_detector_and_targets(tmp_path: Path) -> None:
+    (tmp_path / "mixers.yaml").write_text(EVERYTHING)
+    run = tmp_path / "runs/mixers"
+
+    done = weft(tmp_path, "launch", "mixers.yaml", "--on", "other-place")
+    assert done.code == 0, done.err
+    faults = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines() if "third_step" in line]
+    assert [fault["step"] for fault in faults] == [3, 6]
+    notes = [json.loads(line) for line in (tmp_path / "notes.jsonl").read_text().splitlines()]
+    assert "step 3 is a third one" in {note["text"] for note in notes}
+
+    counted = weft(tmp_path, "dryrun", "mixers.yaml", "--json")
+    assert counted.code == 0, counted.err
+    traced, estimated = (json.loads(counted.out)[key] for key in ("traced", "estimated"))
+    assert estimated["flops"] == traced["flops"]
+    assert estimated["peak_memory"] == pytest.approx(traced["peak_memory"], rel=0.1)
+
+    proof = weft(tmp_path, "prove", "mixers.yaml", "-l", "zero3", "--steps", "1", "--json")
+    assert proof.code == 0 and json.loads(proof.out)["same"], proof.err
+
+    plan = weft(tmp_path, "plan", "mixers.yaml", "cluster.device=abacus", "parallel=auto", "--json")
+    assert plan.code == 0, plan.err
+    assert json.loads(plan.out)["device_name"] == "abacus"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from torch import Tensor
@@ -17,15 +16,17 @@ from torch import Tensor
 from weft.data.loader import Loader
 from weft.guards.checksum import Kind
 from weft.guards.cpu_contention import CpuContention
+from weft.guards.detectors import DETECTORS, FAULTS
 from weft.guards.fault_log import FaultLog
 from weft.guards.loss_spikes import BASELINE_STEPS, REPLAY_STEPS, SpikeDetector
 from weft.guards.replica_mismatch import ReplicaMismatch, find_differences, values_at, wrong_ranks
 from weft.guards.rollback import RollBack
 from weft.guards.silent_corruption import WeightChecks, WeightMismatch
-from weft.guards.step_report import FigureLayout, RankFigures
+from weft.guards.step_report import FigureLayout, RankFigures, StepFigures
 from weft.guards.straggler_response import StragglerResponse
 from weft.guards.weight_repair import copy_shards
 from weft.job.errors import DivergedError
+from weft.job.import_by_name import find_object
 from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.planner.plan import Plan
@@ -51,19 +52,6 @@ class GuardedState(Protocol):
     def shards(self) -> dict[str, Tensor]: ...
 
 
-@dataclass(frozen=True)
-class StepFigures:
-    """A step's figures, the same on all ranks."""
-
-    number: int
-    loss: float
-    norm: float
-    taken: bool
-    loss_scale: float
-    count: float = 1.0
-    """Valid targets."""
-
-
 class Guards:
     """The guards of a session. `event` writes to events.jsonl, `warn` to the console."""
 
@@ -86,6 +74,7 @@ class Guards:
         self.table = FigureLayout(mesh.world, tuple(mesh.axes), 2 * len(self.weights.kinds))
         self.stragglers = StragglerResponse(job, plan, mesh, self.faults, fixed=self._shares_are_fixed)
         self.spikes, self.contention = SpikeDetector(), CpuContention()
+        self.detectors = [find_object(kind.build, "detector")(job, plan, mesh) for kind in DETECTORS]
         self.loader: Loader | None = None
         self.bad: list[StepFigures] = []
         self.untrained = False
@@ -167,6 +156,11 @@ class Guards:
             self._spikes(step)
         self._stalls(step, rows)
         self.stragglers.check(step.number, self.state.step, rows)
+        for detector in self.detectors:
+            if (finding := detector.look(step, rows)) is not None:
+                self.faults.fault(finding.fault, step.number, finding.why, finding.rank)
+                if FAULTS[finding.fault].fatal:
+                    raise DivergedError(finding.why)
         return rows
 
     def _finite(self, step: StepFigures) -> None:

@@ -80,3 +80,16 @@ class FigureLayout:
             found["changed"] = round(found["changed"])
             out.append(RankFigures(**found, waited=waited, digests=digests, devices=devices))
         return out
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """A step's figures, the same on all ranks."""
+
+    number: int
+    loss: float
+    norm: float
+    taken: bool
+    loss_scale: float
+    count: float = 1.0
+    """Valid targets."""

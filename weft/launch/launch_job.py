@@ -47,10 +47,10 @@ def plan_for(
 def _read(name: str, overrides: Sequence[str], on: str | None) -> tuple[Target, Job]:
     """The target, and the job with the fields of the target's cluster."""
     raw = read_fields(name, overrides)
+    import_extensions(raw.get("extensions"))
     cluster = raw.get("cluster", {})
     target, section = resolve_target(on, cluster if isinstance(cluster, dict) else {})
     raw["cluster"] = target.complete(section) if isinstance(cluster, dict) else cluster
-    import_extensions(raw.get("extensions"))
     return target, parse_job(raw)
 
 

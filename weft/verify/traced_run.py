@@ -15,6 +15,7 @@ from weft.comm.axis import Axis
 from weft.comm.shards import local_of, shard_of
 from weft.data.loader import Loader, to_device
 from weft.data.open_dataset import open_dataset
+from weft.job.extensions import import_extensions
 from weft.job.schema import Job
 from weft.mesh import Mesh, connect
 from weft.models.batch_norm import GlobalBatchNorm
@@ -45,6 +46,7 @@ def trace(job: Job, steps: int, folder: str, reference: str | None = None, varia
 
     `reference` is the folder of the reference run; without one this is it, and its routing is written too.
     """
+    import_extensions(job.extensions)
     job, plan = make_plan(job)
     trace_on(connect(plan, job.comm.timeout_s), job, plan, steps, folder, reference, variant)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.guards.detectors import FAULTS
 from weft.job.watch import Alerts
 from weft.watch.figures.figure import number
 from weft.watch.progress import duration
@@ -84,16 +85,11 @@ class RunWatch:
             self.running, self.last_seen, self.since_start = True, self.clock(), 0
         elif kind == "eval":
             self.last_seen = self.clock()
-        if kind == "diverged" or (kind == "fault" and fault == "nan"):
+        if kind == "diverged":
             yield Alert("non_finite", why, step, "critical")
-        if kind == "fault" and fault == "spike":
-            yield Alert("spike", why, step)
-        if kind == "fault" and fault == "disk_full":
-            yield Alert("disk", why, step, "critical")
-        if kind == "fault" and fault == "hang":
-            yield Alert("stalled", why, step, "critical")
-        if kind == "fault" and fault in ("slow_rank", "slow_link"):
-            yield Alert("slow", why, step)
+        entry = FAULTS.get(fault) if kind == "fault" else None
+        if entry is not None and entry.alert:
+            yield Alert(entry.alert, why, step, entry.severity)
         if GPU_EVENT.search(kind) or GPU_EVENT.search(fault):
             yield Alert("gpu_errors", why, step, "critical")
         if kind in ENDS:
