@@ -230,9 +230,10 @@ class LastBitNoise(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # it comes again as operations on local tensors
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ in self.KINDS:
+        if (kind := func.overloadpacket.__name__) in self.KINDS:
+            dtypes = (torch.float32, torch.float64) if kind == "_foreach_norm" else (torch.float32,)
             for each in out if isinstance(out, list | tuple) else [out]:
-                if isinstance(each, Tensor) and each.dtype == torch.float32:
+                if isinstance(each, Tensor) and each.dtype in dtypes:
                     each.mul_(self.factor)
         return out
 

@@ -96,6 +96,8 @@ def run(
         state.scale.value = scale
         norm, taken = stepper.update(grads, stepper.learning_rate())
         figures.append(f"{float(grads.loss)!r} {float(norm)!r} {taken}")
+        if state.ema.averages:
+            figures.append(f"{stepper.evaluate([batches])!r}")
     loader.close()
     tensors = {n: t.clone() for n, t in state.shards().items() if not n.startswith("random")}
     weights = getattr(state.optimizers, "weights", None)
