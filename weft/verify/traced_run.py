@@ -95,7 +95,8 @@ def trace_on(
     state.agree()
     buffers = {n: agreed(b, mesh) for n, b in state.model.buffers().items()} if job.model.module else {}
     held_out = [to_device(b, mesh.device) for b in next(loader, batches)]
-    evaluation = stepper.evaluate([held_out])["val_loss"]
+    with draws if variant.mean_draws else nullcontext():
+        evaluation = stepper.evaluate([held_out])["val_loss"]
     parameters = whole_weights(state)
     if leader is not None:
         parameters = leader.with_differences(parameters)
