@@ -109,12 +109,16 @@ def observe(
             mesh.everyone.all_reduce(total)
         losses.append(float(total / grads.count))
         norms.append(float(norm))
+    evaluation = None
+    if state.ema.averages:
+        evaluation = stepper.evaluate([[to_device(b, mesh.device) for b in next(loader)]])["val_loss"]
     end, ema = wholes(master_params), wholes(state.ema.averages)
     moments = moments_of(wholes(state.optimizers.state()))
     for held in (start, end, ema, moments, *gradients):
         join_stages(held, mesh)
     if mesh.rank == 0:
-        torch.save(Result(Trace(losses, norms, gradients, start, end, moments, 0.0), ema), Path(file))
+        trace = Trace(losses, norms, gradients, start, end, moments, 0.0, evaluation=evaluation)
+        torch.save(Result(trace, ema), Path(file))
     mesh.barrier()
     return Seen({n: _shard(m, mesh) for n, m in master_params.items()}, collectives, scales, taken)
 

@@ -53,4 +53,4 @@ def test_a_run_says_that_it_evaluates_averages(tmp_path: Path) -> None:
     text = result.out + result.err
     assert "(averaged weights)" in text and ", validation loss of the averaged weights " in text
     events = [e for e in read_jsonl(tmp_path / "runs" / "averaged" / "events.jsonl") if e.get("event") == "eval"]
-    assert len(events) == 2 and all(e["averaged"] for e in events)
+    assert len(events) == 3 and all(e["averaged"] for e in events)

@@ -59,9 +59,8 @@ def tier_lines(end: dict[str, Any]) -> list[str]:
 def _losses(events: list[dict[str, Any]], records: list[dict[str, Any]]) -> str:
     evaluations = [e for e in events if e.get("event") == "eval" and e.get("val_loss") is not None]
     if len(evaluations) > 1:
-        first, last = evaluations[0], evaluations[-1]
-        weights = " of the averaged weights" if last.get("averaged") else ""
-        return f", validation loss{weights} {first['val_loss']:.3f} → {last['val_loss']:.3f}"
+        weights = " of the averaged weights" if evaluations[-1].get("averaged") else ""
+        return f", validation loss{weights} {evaluations[0]['val_loss']:.3f} → {evaluations[-1]['val_loss']:.3f}"
     last = records[-1].get("loss") if records else None
     return f", loss {last:.3f}" if last is not None else ""
 
