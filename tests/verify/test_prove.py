@@ -240,5 +240,5 @@ def test_a_run_in_step_with_one_process_begins_each_step_from_its_weights(pool: 
             for j in (job, slower)
         )
         assert right.verdict == "same", name
-        assert set(wrong.differs) == {"parameters", "update size", "update"}, name
+        assert set(wrong.differs) == {"parameters", "update size", "update", "evaluation"}, name
         assert wrong.update_size_diff == pytest.approx(0.5, abs=0.1), name
