@@ -42,6 +42,8 @@ def arm_features() -> set[str]:
     return {word for line in lines if line.startswith("Features") for word in line.partition(":")[2].split()}
 
 
+FP16_OVERFLOW = 65520.0
+"""The smallest value that fp16 rounds to infinity."""
 MIN_LOSS_SCALE = 2.0**-14
 """The smallest loss scale; gradients that overflow here are not finite for another reason."""
 
@@ -51,6 +53,10 @@ class LossScale:
     """Dynamic loss scale (Micikevicius et al. 2018, §3.2): halved when a step overflows, doubled after a while.
 
     It stays 1 if not `dynamic`: fp32 and bf16 need none.
+
+    A step overflows where an element of the summed gradient, times the scale, is beyond fp16. The gradient of a
+    microbatch or a rank is fp16 and only a part of the sum, so testing the parts would make the decision depend on the
+    layout.
     """
 
     dynamic: bool
@@ -62,6 +68,11 @@ class LossScale:
     @classmethod
     def for_precision(cls, precision: str) -> LossScale:
         return cls(True, value=2.0**16) if precision == "fp16" else cls(False)
+
+    @property
+    def limit(self) -> float | None:
+        """The bound of an element of a scaled gradient; None: there is none."""
+        return FP16_OVERFLOW if self.dynamic else None
 
     def update(self, finite: bool) -> None:
         """Adjust the scale after a step."""

@@ -109,12 +109,16 @@ def observe(
             mesh.everyone.all_reduce(total)
         losses.append(float(total / grads.count))
         norms.append(float(norm))
+    evaluation = None
+    if state.ema.averages:
+        evaluation = stepper.evaluate([[to_device(b, mesh.device) for b in next(loader)]])["val_loss"]
     end, ema = wholes(master_params), wholes(state.ema.averages)
     moments = moments_of(wholes(state.optimizers.state()))
     for held in (start, end, ema, moments, *gradients):
         join_stages(held, mesh)
     if mesh.rank == 0:
-        torch.save(Result(Trace(losses, norms, gradients, start, end, moments, 0.0), ema), Path(file))
+        trace = Trace(losses, norms, gradients, start, end, moments, 0.0, evaluation=evaluation)
+        torch.save(Result(trace, ema), Path(file))
     mesh.barrier()
     return Seen({n: _shard(m, mesh) for n, m in master_params.items()}, collectives, scales, taken)
 
@@ -230,9 +234,10 @@ class LastBitNoise(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # it comes again as operations on local tensors
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ in self.KINDS:
+        if (kind := func.overloadpacket.__name__) in self.KINDS:
+            dtypes = (torch.float32, torch.float64) if kind == "_foreach_norm" else (torch.float32,)
             for each in out if isinstance(out, list | tuple) else [out]:
-                if isinstance(each, Tensor) and each.dtype == torch.float32:
+                if isinstance(each, Tensor) and each.dtype in dtypes:
                     each.mul_(self.factor)
         return out
 

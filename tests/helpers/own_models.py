@@ -169,6 +169,55 @@ class Normed(Plain):
         return self.batchnorm(super().forward(tokens).transpose(1, 2)).transpose(1, 2)
 
 
+class RunningMax(Plain):
+    """Trained layers that do not depend on the layout, and a running maximum that only evaluations use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out = super().forward(tokens)
+        if not self.training:
+            return out * (1 + self.largest)
+        with torch.no_grad():
+            self.largest.copy_(torch.maximum(self.largest, tokens.float().mean(1).max() / 256))
+        return out
+
+
+class Counts(Plain):
+    """A counter of the samples that this process has trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("samples", torch.zeros((), dtype=torch.long))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.samples += self.training * len(tokens)
+        return super().forward(tokens)
+
+
+class Dropped(Plain):
+    """Dropout, and noise in forward as in a variational autoencoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.drop(self.embed(tokens))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + torch.randn_like(x))
+
+
+class Shuffled(Plain):
+    """Random numbers without a mean."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens)[..., torch.randperm(256)]
+
+
 class Frozen(Plain):
     """Fine-tuning: the embedding, and so the head, is frozen."""
 

@@ -70,9 +70,10 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 def run(
     job: Job, plan: Plan, mesh: Mesh, steps: int = 4, not_finite: int | None = None, start: State | None = None,
-    late: bool = True,
+    late: bool = True, evaluate: bool = False,
 ) -> Ran:  # fmt: skip
-    """Some steps of a job, from the state of another run if there is one. One step may be not finite."""
+    """Some steps of a job, from the state of another run if there is one. One step may be not finite. With
+    `evaluate`, the batch of each step is evaluated after it."""
     streamed.make_copies = LateCopies if late else lambda device: ThreadCopies()
     streamed.make_weight_copies = (lambda device: ThreadCopies(delay_of())) if late else streamed.make_copies
     state = build_state(job, plan, mesh)
@@ -96,6 +97,8 @@ def run(
         state.scale.value = scale
         norm, taken = stepper.update(grads, stepper.learning_rate())
         figures.append(f"{float(grads.loss)!r} {float(norm)!r} {taken}")
+        if evaluate:
+            figures.append(f"{stepper.evaluate([batches])!r}")
     loader.close()
     tensors = {n: t.clone() for n, t in state.shards().items() if not n.startswith("random")}
     weights = getattr(state.optimizers, "weights", None)

@@ -24,6 +24,12 @@ def test_every_layout(pool: RankPool) -> None:
     check(pool, make_job("train.ema=0.5"), ALL, steps=2)
 
 
+def test_a_wide_layer_has_the_same_norm(pool: RankPool) -> None:
+    """If 4 million squares were added up in fp32, the norm of one process would be smaller than that of two shards."""
+    wide = {"family": "mlp", "dim": 2048, "layers": 1, **dict.fromkeys(("heads", "kv_heads", "ffn", "vocab"))}
+    check(pool, make_job(ONE_PASS, model=wide), ("tp 2", "dp_shard 2 zero=3"))
+
+
 MODELS: dict[str, dict[str, Any]] = {
     "grouped queries, tied, qk-norm, uneven vocabulary": {
         "model": {"kv_heads": 2, "tied": True, "qk_norm": True, "vocab": 51},

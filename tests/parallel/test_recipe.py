@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers.parity import check, disagreements, make_job, run
+from helpers.parity import ONE_PASS, check, disagreements, make_job, run
 
 from weft.launch.rank_pool import RankPool
 
@@ -53,6 +53,13 @@ def test_a_loss_scale_that_is_too_large_skips_and_recovers(pool: RankPool) -> No
     still = run(pool, job, "dp_shard 2 zero=3 × tp 2", 2, 2.0**21).result
     assert all(torch.equal(w, still.trace.start[n]) for n, w in still.trace.parameters.items())
     assert all(torch.equal(w, still.trace.start[n]) for n, w in still.ema.items())
+
+
+def test_a_gradient_that_overflows_as_a_whole_is_skipped_in_every_layout(pool: RankPool) -> None:
+    """One process has the whole batch's gradient in fp16; four replicas have quarters, of which none is beyond fp16."""
+    job = make_job("precision=fp16", "optim.name=sgd", "data.seq_len=32", "train.global_batch=64", ONE_PASS)
+    for layout in ("1", "dp_replicate 4", "dp_shard 4 zero=1", "dp_shard 2 zero=3 × tp 2", "dp_replicate 2 × cp 2"):
+        assert run(pool, job, layout, 2, 2.0**23).seen[0].taken == [False, True], layout
 
 
 UNITS = 3  # two blocks and the rest of the model

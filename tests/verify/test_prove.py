@@ -53,6 +53,38 @@ def test_a_run_that_depends_on_the_layout_is_told(pool: RankPool) -> None:
     assert verdict.max_grad_diff is not None and verdict.max_grad_diff > 0.01
 
 
+def test_buffers_and_the_evaluation_are_compared(pool: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Losses and gradients of these modules are the same: only an evaluation uses the running maximum."""
+    (verdict,) = prove(
+        make_job(model="helpers.own_models:RunningMax", data={"source": "pydoc"}), ["ddp2"], 2, pool=pool
+    )
+    assert (verdict.verdict, verdict.differs) == ("differs", ("buffers", "evaluation"))
+    assert verdict.worst_buffer == "largest" and verdict.buffer_diff and verdict.evaluation_diff
+    view._show(verdict)
+    assert "  buffers, evaluation beyond tolerance; worst buffer: largest\n" in capsys.readouterr().out
+    counts, same = prove(
+        make_job(model="helpers.own_models:Counts", data={"source": "pydoc"}), ["ddp2", "tp2 dp_shard=1"], 1, pool=pool
+    )
+    assert (counts.verdict, counts.differs, counts.worst_buffer) == ("differs", ("buffers",), "samples")
+    assert same.verdict in ("same", "refused")
+
+
+def test_random_numbers_are_named_and_compared_as_means(pool: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
+    job = make_job(model="helpers.own_models:Dropped", data={"source": "pydoc"})
+    verdicts = prove(job, ["ddp2", "zero3", "pp2"], 2, pool=pool)
+    names = ("bernoulli_ in drop (Dropout)", "randn_like in Dropped")
+    assert {(v.verdict, v.draws) for v in verdicts if v.verdict != "refused"} == {("same", names)}
+    view._show(verdicts[0])
+    line = f"random numbers, which depend on the layout: {', '.join(names)}; compared with means instead"
+    assert line in capsys.readouterr().out
+    assert "random numbers aside" in view._summary(verdicts, [])
+    (verdict,) = prove(make_job(model="helpers.own_models:Shuffled", data={"source": "pydoc"}), ["ddp2"], 1, pool=pool)
+    assert (verdict.verdict, verdict.draws) == ("random", ("randperm in Shuffled",))
+    view._show(verdict)
+    text = capsys.readouterr().out
+    assert "depend on the layout: randperm in Shuffled\n" in text and "beyond tolerance" not in text
+
+
 def test_a_layout_that_fails_does_not_end_the_proof(
     pool: RankPool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,5 +240,5 @@ def test_a_run_in_step_with_one_process_begins_each_step_from_its_weights(pool: 
             for j in (job, slower)
         )
         assert right.verdict == "same", name
-        assert set(wrong.differs) == {"parameters", "update size", "update"}, name
+        assert set(wrong.differs) == {"parameters", "update size", "update", "evaluation"}, name
         assert wrong.update_size_diff == pytest.approx(0.5, abs=0.1), name

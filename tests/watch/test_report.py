@@ -17,6 +17,7 @@ from weft.watch.closing_lines import closing_lines
 from weft.watch.figures.slices import group, parse_slices, slice_map, slice_numbers, spans
 from weft.watch.figures.steps import figures, smooth, thin
 from weft.watch.journal import Journal, read_metrics
+from weft.watch.progress import human
 from weft.watch.report import write_report
 from weft.watch.report_summary import describe_layout, key_figures, measured, status_of, total_tokens
 from weft.watch.runs.run_catalog import RunEntry
@@ -76,6 +77,8 @@ def test_closing_lines_and_the_report_agree(tmp_path: Path, make_run: Make) -> N
     with run.events.open("a") as file:
         file.write(json.dumps(end) + "\n")
     assert "step 0.2 s predicted, 0.25 s measured" in closing_lines(run)[-1]
+    tokens = sum(record["tokens_per_s"] * record["step_time_s"] for record in taken)
+    assert closing_lines(run)[-1].endswith(f" · {human(tokens / 9)} tokens/s"), "the run's, not that of a median step"
     assert measured("step_time_s", read_metrics(run.metrics)) == 0.25
 
 

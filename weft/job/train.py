@@ -103,7 +103,8 @@ class Train(Section):
     compile: bool | Literal["auto"] = "auto"
     """Compile each block with torch.compile. auto compiles Weft's own models on GPUs."""
     ema: float = Field(0.0, ge=0, lt=1)
-    """Decay of an exponential moving average of the weights, such as 0.999; 0 turns it off."""
+    """Decay of an exponential moving average of the weights, such as 0.999; 0 turns it off. Evaluations during the run
+    are of the averaged weights."""
     sync: Sync = Sync()
     """Synchronisation of data-parallel ranks: step, local:8, diloco:50, server:async, server:sync, federated, or a
     section."""

@@ -1,7 +1,7 @@
 """Gradients in host memory: each is copied there, and freed on the device, as the backward pass produces it.
 
 Sums over microbatches are made on the device: the sum so far is fetched, the new gradient added, and the result stored.
-The norm of each gradient is taken before it leaves, so that clipping is exact.
+The sum of squares of each gradient is taken before it leaves, so that clipping is exact.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from weft.comm.foreach_internals import foreach_norm
+from weft.comm.foreach_internals import largest_of, sums_of_squares
 from weft.memory.host_copies import Copies, Event, make_copies
 from weft.memory.host_memory import allocate_host
+from weft.precision import FP16_OVERFLOW
 
 Part = tuple[str, int, int | None]
 """Some rows of a weight's gradient: its name, the first and the end, None for all."""
@@ -34,7 +35,7 @@ class OffloadedGradients:
         self.stored: dict[str, Event] = {}
         self.seen: set[str] = set()
         """Weights that got a gradient in this step."""
-        self.norms: dict[str, Tensor] = {}
+        self.squares: dict[str, Tensor] = {}
         """Of the last step, by weight."""
         self.ahead: dict[Part, tuple[Tensor, Event]] = {}
         """Gradients on their way to the device."""
@@ -60,7 +61,9 @@ class OffloadedGradients:
             else:
                 total = grad.float() if self.summed else grad
             self.seen.add(name)
-            self.norms[name] = foreach_norm([total])[0]
+            self.squares[name] = sums_of_squares([total])[0]
+            if weight.dtype == torch.float16:  # as grad_norm() tests the gradients on the device
+                self.squares[name].masked_fill_(largest_of([total]) >= FP16_OVERFLOW, torch.inf)
             self._store(name, total)
 
     def _store(self, name: str, total: Tensor) -> None:
@@ -72,7 +75,7 @@ class OffloadedGradients:
     def finish(self) -> None:
         """After the last backward pass: a weight that was not used has a gradient of zeros."""
         for name in self.host.keys() - self.seen:
-            self.norms[name] = torch.zeros((), device=self.device)
+            self.squares[name] = torch.zeros((), dtype=torch.float64, device=self.device)
             self._store(name, torch.zeros_like(self.host[name], device=self.device))
 
     def prefetch(self, parts: Sequence[Part], phase: str) -> None:

@@ -8,15 +8,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from weft.comm.foreach_internals import foreach_norm
+from weft.comm.foreach_internals import sums_of_squares
 
 
 class ReleasedGradients:
-    """The weights whose gradients are consumed in the backward pass. Their norms are kept."""
+    """The weights whose gradients are consumed in the backward pass. Their sums of squares are kept."""
 
     def __init__(self, weights: dict[str, nn.Parameter]):
         self.weights = weights
-        self.norms: dict[str, Tensor] = {}
+        self.squares: dict[str, Tensor] = {}
         """Of the last step, by weight."""
         self.seen: set[str] = set()
         """Weights that got a gradient in this step."""
@@ -33,12 +33,12 @@ class ReleasedGradients:
         self.seen.clear()
 
     def take(self, name: str) -> None:
-        """Keep the norm of a gradient that autograd has just computed, and hand the gradient over."""
+        """Keep the sum of squares of a gradient that autograd has just computed, and hand the gradient over."""
         grad = self.weights[name].grad
         assert grad is not None and name not in self.seen
         self.seen.add(name)
         with torch.no_grad():
-            self.norms[name] = foreach_norm([grad])[0]
+            self.squares[name] = sums_of_squares([grad])[0]
             self.ready(name)
 
     def finish(self) -> None:

@@ -47,7 +47,7 @@ class Adafactor(torch.optim.Optimizer):
         """Update the weights of a group, which are all matrices (or stacks of them) or all vectors."""
         weights, grads = [local_of(p) for p in params], zeroed_if_skipped(params, self.found_inf)
         taken, shards = taken_share(self.found_inf, weights[0].device), [shard_of(p) for p in params]
-        sums = [[square] for square in foreach.foreach_norm(weights).square().unbind()]
+        sums = [[square] for square in foreach.sums_of_squares(weights).float().unbind()]
         if params[0].dim() > 1:
             for own, more in zip(sums, _row_and_column_sums(grads, shards), strict=True):
                 own += more
@@ -62,13 +62,13 @@ class Adafactor(torch.optim.Optimizer):
             foreach.foreach_mul_(out, grads[some])
             return out
 
-        parts, norms = batches([w.numel() for w in weights]), []
+        parts, part_squares = batches([w.numel() for w in weights]), []
         found: list[Tensor] = []
         for part in parts:
             found = []  # frees the last ones
             found = directions(part)
-            norms.append(foreach.foreach_norm(found))
-        squares = [[square] for square in torch.cat(norms).square().unbind()]
+            part_squares.append(foreach.sums_of_squares(found))
+        squares = [[square] for square in torch.cat(part_squares).float().unbind()]
         sum_over_shards(self.mesh, squares, params)
         rates = (steps**-0.5).clamp(max=lr).float() * taken
         scales = _root_mean(sums, shards).clamp(min=MIN_PARAMETER_SCALE) * rates
@@ -131,8 +131,7 @@ def build(optim: Optim, groups: list[dict[str, Any]]) -> Adafactor:
 
 def _row_and_column_sums(grads: list[Tensor], shards: list[LocalShard]) -> list[list[Tensor]]:
     """This rank's part of the sums of squares of each gradient's rows and columns."""
-    sums = [torch.linalg.vector_norm(grad, dim=dim, keepdim=True) for grad in grads for dim in (-1, -2)]
-    foreach.foreach_mul_(sums, sums)
+    sums = [foreach.sums_of_squares_along(grad, dim) for grad in grads for dim in (-1, -2)]
     pairs = [sums[first : first + 2] for first in range(0, len(sums), 2)]
     for pair, shard in zip(pairs, shards, strict=True):
         for index, dim in enumerate((-1, -2)) if shard.groups else ():

@@ -29,7 +29,7 @@ class UnitsInBackward:
     """Which units are complete in a backward pass whose gradients are released, and what their updates need."""
 
     def __init__(self, gradients: ReleasedGradients, pieces: list[Piece]):
-        self.norms = gradients.norms
+        self.squares = gradients.squares
         self.pieces: dict[str, list[Piece]] = {}
         for piece in pieces:
             self.pieces.setdefault(piece.unit, []).append(piece)
@@ -61,7 +61,7 @@ class UnitsInBackward:
 
     def update_of(self, unit: str) -> PendingUpdate | None:
         """The update of a unit; None: it is skipped, and so are those after it. A GPU decides that by itself."""
-        finite = torch.stack([self.norms[n] for n in self.names[unit]]).isfinite().all()
+        finite = torch.stack([self.squares[n] for n in self.names[unit]]).isfinite().all()
         if self.step is not None and finite.is_cuda:
             taken = finite if self.step.taken is None else finite & self.step.taken
             self.step = replace(self.step, taken=taken)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -201,6 +202,24 @@ class Optimizers:
     def frozen(self, weights: Params) -> Params:
         """The weights of the model that are not trained, as tensors with values."""
         return weights
+
+    @contextmanager
+    def replaced(self, values: Params) -> Iterator[None]:
+        """Replace master weights by other values, and afterwards restore their bits. Compute weights do not follow."""
+        self._exchange(values)
+        try:
+            yield
+        finally:
+            self._exchange(values)
+
+    @torch.no_grad()
+    def _exchange(self, values: Params) -> None:
+        """Exchange one at a time, which takes the memory of one weight."""
+        for name, value in values.items():
+            master, other = local_of(self.master_params[name].detach()), local_of(value)
+            before = master.clone()
+            master.copy_(other)
+            other.copy_(before)
 
     def restore(self, tensors: Params) -> None:
         """Take over loaded values that are not in place yet: none, here. Names are those of a checkpoint."""

@@ -124,7 +124,8 @@ def newton_schulz(x: Tensor) -> Tensor:
     multiply, multiply_add = (torch.mm, torch.addmm) if x.dim() == 2 else (torch.bmm, torch.baddbmm)
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=MIN_NORM)
+    norms = foreach.sums_of_squares(x.reshape(-1, *x.shape[-2:]).unbind()).sqrt().to(x.dtype)
+    x = x / norms.view(*x.shape[:-2], 1, 1).clamp(min=MIN_NORM)
     a, b, c = COEFFICIENTS
     for _ in range(MUON_ITERATIONS):
         gram = multiply(x, x.mT)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -248,6 +249,17 @@ class StreamedOptimizers(Optimizers):
         self.settle()
         wanted = {n: self.master_params[n] for n in self.master_params if names is None or n in names}
         return {n: self.homes.master(n) for n in wanted} if self.tiering.split else self.weights.at_home(wanted)
+
+    @contextmanager
+    def replaced(self, values: Params) -> Iterator[None]:
+        before = {
+            f"model.{n}": local_of(m.detach()).to("cpu", copy=True) for n, m in self.masters(list(values)).items()
+        }
+        self.restore({f"model.{n}": value for n, value in values.items()})
+        try:
+            yield
+        finally:
+            self.restore(before)
 
     def start_averages(self, names: list[str]) -> None:
         for name in names:

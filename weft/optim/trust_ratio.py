@@ -74,10 +74,9 @@ class TrustRatioOptimizer(torch.optim.Optimizer, ABC):
         self._update_moments(weights, group, taken)
         ratios = taken.expand(len(params))
         if params[0].dim() > 1:  # a group has matrices or vectors
-            measured = torch.cat([foreach.foreach_norm(self._measured(weights[part], group)) for part in parts])
+            measured = torch.cat([foreach.sums_of_squares(self._measured(weights[part], group)) for part in parts])
             # in fp64, so that the order in which ranks are summed does not matter
-            norms = torch.stack([foreach.foreach_norm(weights.values), measured], 1).double()  # [weights, 2]
-            squares = norms.square().flatten().unbind()
+            squares = torch.stack([foreach.sums_of_squares(weights.values), measured], 1).flatten().unbind()
             pairs = [list(squares[first : first + 2]) for first in range(0, len(squares), 2)]
             sum_over_shards(self.mesh, pairs, params)
             found = torch.stack(squares).sqrt().float()

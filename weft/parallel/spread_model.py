@@ -89,10 +89,10 @@ class SpreadModel:
         return list(self.data.grad_params.values())
 
     @property
-    def norms(self) -> dict[int, Tensor]:
-        """Norms of gradients that are not on the device, by the id of the parameter in `counted`."""
+    def squares_by_id(self) -> dict[int, Tensor]:
+        """Sums of squares of gradients that are not on the device, by the id of the parameter in `counted`."""
         home = self.data.gradient_home
-        return {} if home is None else {id(self.data.grad_params[n]): norm for n, norm in home.norms.items()}
+        return {} if home is None else {id(self.data.grad_params[n]): square for n, square in home.squares.items()}
 
     def buffers(self) -> dict[str, Tensor]:
         """The persistent buffers of the module, by name."""

@@ -49,8 +49,9 @@ def fit(session: Session, signals: Signals) -> Exit:
             evaluated = bool(val)
             if not evaluated:
                 return {}
-            session.event("eval", step=state.step, **val)
-            progress.note(f"step {state.step}: {evaluation_text(val)}")
+            averaged = bool(state.ema.averages)
+            session.event("eval", step=state.step, **val, **({"averaged": True} if averaged else {}))
+            progress.note(f"step {state.step}: {evaluation_text(val, averaged)}")
             return val
 
         observers = session.observers

@@ -114,7 +114,8 @@ class Stepper:
         """Clip the gradients that the weights hold, times a factor, and update the weights."""
         state, tables = self.state, self.state.model.tables
         squares = None if tables is None else tables.squares()
-        norm = grad_norm(state.model.counted, self.mesh, squares, state.model.norms) * update.factor
+        known, limit = state.model.squares_by_id, state.scale.limit
+        norm = grad_norm(state.model.counted, self.mesh, squares, known, limit) * update.factor
         clip = self.job.optim.clip
         clipped = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
         finite, wanted = torch.isfinite(norm), update.step not in state.skipped_steps
@@ -138,7 +139,19 @@ class Stepper:
     def evaluate(self, steps: list[list[Batch]], stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
         """val_loss, the mean over the valid targets of some batches, and the job's metrics, the same on every rank. Of
         several tasks, whose batches are apart, these are also those of each task, and the loss over all. Empty if
-        `stop`, which is called between the steps and is the same on every rank, ends it."""
+        `stop`, which is called between the steps and is the same on every rank, ends it. Where the run has moving
+        averages of the weights (train.ema), they are evaluated."""
+        state = self.state
+        if not state.ema.averages:
+            return self._evaluate_tasks(steps, stop)
+        with state.optimizers.replaced(state.ema.averages):
+            state.model.refresh()
+            figures = self._evaluate_tasks(steps, stop)
+        state.model.refresh()
+        return figures
+
+    def _evaluate_tasks(self, steps: list[list[Batch]], stop: Callable[[], bool]) -> dict[str, float]:
+        """The figures of the weights as they are."""
         if self.tasks is None:
             return self._evaluate(steps, stop)[0]
         found: dict[str, float] = {}
@@ -264,7 +277,8 @@ class Stepper:
         return count, axis.start_all_reduce(count)
 
 
-def evaluation_text(figures: dict[str, float]) -> str:
-    """The figures of an evaluation, as text."""
+def evaluation_text(figures: dict[str, float], averaged: bool = False) -> str:
+    """The figures of an evaluation, as text; `averaged` weights are mentioned."""
     rest = [f"{name.removeprefix('val_')} {value:.4f}" for name, value in figures.items() if name != "val_loss"]
-    return ", ".join([f"validation loss {figures['val_loss']:.4f}", *rest])
+    text = ", ".join([f"validation loss {figures['val_loss']:.4f}", *rest])
+    return f"{text} (averaged weights)" if averaged else text

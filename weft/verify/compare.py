@@ -1,4 +1,4 @@
-"""Compares a layout's run with that of one process: losses, gradients, norms, optimizer state and updates."""
+"""Compares a layout's run with that of one process: losses, gradients, norms, optimizer state, updates and buffers."""
 
 from __future__ import annotations
 
@@ -77,6 +77,16 @@ class Trace:
     """How the routing of a model with experts differs, if it replayed that of one process."""
     batch_norms: bool = False
     """Whether the model has batch norms with statistics of all replicas."""
+    evaluation: float | None = None
+    """The validation loss after the last step, of samples that were not trained on."""
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    """Those of a user module after the last step, as ranks agree on them before an evaluation."""
+    generators: list[str] = field(default_factory=list)
+    """Global random generators from which the passes of a user module drew."""
+    draws: list[str] = field(default_factory=list)
+    """Random operators whose results were replaced by means."""
+    kept_draws: list[str] = field(default_factory=list)
+    """Random operators whose results were not."""
 
     def save(self, folder: Path) -> None:
         """Write it as tensors and numbers, which load() reads without building objects."""
@@ -98,7 +108,8 @@ class Verdict:
     layout: str
     world: int
     verdict: str
-    """same, differs, refused, or failed: a rank raised an error or died"""
+    """same, differs, random: it differs and draws random numbers without a mean, refused, or failed: a rank raised an
+    error or died"""
     max_loss_diff: float | None = None
     max_grad_diff: float | None = None
     worst_parameter: str | None = None
@@ -122,6 +133,13 @@ class Verdict:
     """Of that change, in the worst parameter."""
     differs: tuple[str, ...] = ()
     """What is beyond the tolerance."""
+    evaluation_diff: float | None = None
+    """Of the validation loss after the last step."""
+    buffer_diff: float | None = None
+    """Of the worst buffer of a user module."""
+    worst_buffer: str | None = None
+    draws: tuple[str, ...] = ()
+    """The user module's random operators. Each rank draws other numbers; they were compared with means instead."""
     rounding_diff: float | None = None
     """Difference of the worst parameter's gradient between both runs of one process (ROUNDED); given where it widened
     the tolerance."""
@@ -152,17 +170,21 @@ def compare(
     worst = max(gradients, key=lambda n: gradients[n] / allowed[n])
     bounds["gradient"], values["gradient"] = allowed[worst], gradients[worst]
     differs = tuple(what for what, limit in bounds.items() if not values[what] <= limit)
+    verdict = "same" if not differs else "random" if reference.kept_draws else "differs"
+    buffers = _buffer_differences(reference, other, share)
     return Verdict(
-        layout, world, "differs" if differs else "same", values["loss"], values["gradient"], worst,
+        layout, world, verdict, values["loss"], values["gradient"], worst,
         values["gradient norm"], values["parameters"], allowed[worst], other.seconds, None, gradients,
         routing.apart if routing else None, routing.scores if routing else None, values["gradient size"],
-        values["moments"], values["update size"], values["update"], differs, noise.get(worst),
+        values["moments"], values["update size"], values["update"], differs, values["evaluation"],
+        values["buffers"], max(buffers, key=lambda n: buffers[n], default=None),
+        (*reference.draws, *reference.kept_draws), noise.get(worst),
     )  # fmt: skip
 
 
 def _limits(limits: Tolerance) -> dict[str, float]:
-    sizes = dict.fromkeys(("loss", "gradient norm", "gradient size", "parameters"), limits.size)
-    gradients = dict.fromkeys(("gradient", "routers"), limits.gradient)
+    sizes = dict.fromkeys(("loss", "gradient norm", "gradient size", "parameters", "evaluation"), limits.size)
+    gradients = dict.fromkeys(("gradient", "routers", "buffers"), limits.gradient)
     return gradients | sizes | {
         "moments": limits.moment, "update size": limits.update_size, "update": limits.update,
     }  # fmt: skip
@@ -201,7 +223,26 @@ def _differences(reference: Trace, other: Trace, share: float) -> tuple[dict[str
         "moments": max((along for _, along in moments), default=0.0),
         "update size": max([*lengths, *(along for _, along in updates)], default=0.0),
         "update": max((difference for difference, _ in updates), default=0.0),
+        "evaluation": _relative(reference.evaluation or 0.0, other.evaluation or 0.0),
+        "buffers": max(_buffer_differences(reference, other, share).values(), default=0.0),
     }
+
+
+def _buffer_differences(reference: Trace, other: Trace, share: float) -> dict[str, float]:
+    """By buffer, the difference relative to its norm, or to a share of the norm of all. Counters and flags are equal or
+    not."""
+    numbers = [b.double() for b in reference.buffers.values() if b.is_floating_point() and bool(b.isfinite().all())]
+    floor = share * _norm(numbers) if numbers else 0.0
+    out: dict[str, float] = {}
+    for name in reference.buffers.keys() | other.buffers.keys():
+        ours, theirs = reference.buffers.get(name), other.buffers.get(name)
+        if ours is None or theirs is None or ours.shape != theirs.shape:
+            out[name] = INFINITE
+        elif bool(((ours == theirs) | (ours.isnan() & theirs.isnan())).all()):
+            out[name] = 0.0
+        else:
+            out[name] = _difference(ours, theirs, floor)[0] if ours.is_floating_point() else INFINITE
+    return out
 
 
 INFINITE, TINY = float("inf"), 1e-300

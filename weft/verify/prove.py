@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,8 @@ def prove(
 ) -> list[Verdict]:  # fmt: skip
     """Compare each layout with one process. Without layouts, every one of DEFAULT_LAYOUTS that the job allows.
 
-    Gradients are not compressed, since compression changes them, and nothing is evaluated.
+    Gradients are not compressed, since compression changes them, and no metric but the loss is evaluated. Random
+    numbers that a user module draws depend on the rank, so they are replaced by their means.
     """
     comm, train = job.comm.model_copy(update={"compression": "none"}), job.train.model_copy(update={"metrics": []})
     job = job.model_copy(update={"comm": comm, "train": train})
@@ -100,7 +101,10 @@ def prove(
             if plan.accumulation > 1:
                 reference_job, plan = _one_process(job)
                 reference = _run(pool, reference_job, 1, steps, folder)
-        checker = LayoutChecker(pool, job, plan, steps, folder, reference)
+        draws = bool(reference.generators)
+        if draws:
+            reference = _run(pool, reference_job, 1, steps, folder, None, Variant(mean_draws=True))
+        checker = LayoutChecker(pool, job, plan, steps, folder, reference, draws)
         for name, section in named:
             verdict = checker.verdict(name, section)
             if verdict.verdict == "refused" and not layouts:
@@ -182,6 +186,8 @@ class LayoutChecker:
     folder: str
     """Of the reference run."""
     reference: Trace
+    mean_draws: bool = False
+    """Whether random numbers of a user module are replaced by their means."""
     leader: Trace | None = None
     """The reference run again, whose weights of each step are in `folder`."""
     exact: Trace | None = None
@@ -195,7 +201,8 @@ class LayoutChecker:
             found = self._compare(name, world, self.reference, other)
             if found.verdict == "differs" and self.steps > 1:
                 if self.leader is None:
-                    self.leader = _run(self.pool, _one_process(self.job)[0], 1, self.steps, self.folder, None, IN_STEP)
+                    self.leader = _run(self.pool, _one_process(self.job)[0], 1, self.steps, self.folder, None,
+                                       replace(IN_STEP, mean_draws=self.mean_draws))  # fmt: skip
                 other = self._trace(spread, world, IN_STEP)
                 found = self._compare(name, world, self.leader, other)
             precision = tolerance_name(self.plan)
@@ -215,6 +222,7 @@ class LayoutChecker:
 
     def _trace(self, job: Job, world: int, variant: Variant = AS_IT_IS) -> Trace:
         with tempfile.TemporaryDirectory(prefix="weft-prove-") as folder:
+            variant = replace(variant, mean_draws=self.mean_draws)
             return _run(self.pool, job, world, self.steps, folder, self.folder, variant)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from weft.comm.axis import Axis
 from weft.comm.shards import local_of, shard_of
-from weft.data.loader import Loader, to_device
+from weft.data.loader import Batch, Loader, to_device
 from weft.data.open_dataset import open_dataset
 from weft.job.extensions import import_extensions
 from weft.job.schema import Job
@@ -24,6 +25,7 @@ from weft.training.build import build_state
 from weft.training.state import State
 from weft.training.step import Stepper
 from weft.verify.compare import Trace, moments_of
+from weft.verify.random_operators_internals import MeanDraws, RandomStates
 from weft.verify.routing import RoutingReplay
 
 
@@ -36,6 +38,8 @@ class Variant:
     in_step: bool = False
     """Begin each step from the weights of the reference run, which writes them. Rounding does not grow then from step
     to step: a ReLU whose input is almost 0 passes a gradient in one run and none in another."""
+    mean_draws: bool = False
+    """Replace the random numbers of a user module by their means."""
 
 
 AS_IT_IS, IN_STEP = Variant(), Variant(in_step=True)
@@ -64,16 +68,21 @@ def trace_on(
     stepper = Stepper(job, plan, mesh, state)
     replay = RoutingReplay(state.model.load, folder, reference)
     losses, norms, gradients = [], [], []
+    draws = MeanDraws(getattr(state.model, "module", None) if reference is None else None)
+    generators = RandomStates(mesh.device)
     tables = state.model.tables
     start = whole_weights(state)
     loader = Loader(
         open_dataset(job), seed=job.train.seed, global_batch=job.train.global_batch, microbatch=plan.microbatch,
         dp_rank=mesh.dp_rank(plan), dp_size=plan.dp, prefetch=0, drop_last=job.data.drop_last,
     )  # fmt: skip
+    batches: list[Batch] = []
     for number, batches in zip(range(steps), loader, strict=False):
         if leader is not None and number > 0:
             leader.before_step(number, state)
-        grads = stepper.gradients([to_device(b, mesh.device) for b in batches])
+        local = [to_device(b, mesh.device) for b in batches]
+        with draws if variant.mean_draws else generators if job.model.module else nullcontext():
+            grads = stepper.gradients(local)
         factor = grads.factor.cpu()
         grad_params = {n: x for n, x in state.model.grad_params.items() if x.grad is not None}
         held = {n: whole(x.grad) for n, x in grad_params.items()}
@@ -85,12 +94,17 @@ def trace_on(
             mesh.everyone.all_reduce(total)
         losses.append(float(total / grads.count))
         norms.append(float(norm))
+    state.agree()
+    buffers = {n: agreed(b, mesh) for n, b in state.model.buffers().items()} if job.model.module else {}
+    held_out = [to_device(b, mesh.device) for b in next(loader, batches)]
+    with draws if variant.mean_draws else nullcontext():
+        evaluation = stepper.evaluate([held_out])["val_loss"]
     parameters = whole_weights(state)
     if leader is not None:
         parameters = leader.with_differences(parameters)
     states = state.optimizers.state() | ({} if tables is None else tables.state())
     moments = moments_of({n: whole(t).float() for n, t in states.items()})
-    for held in (*gradients, start, parameters, moments):
+    for held in (*gradients, start, parameters, moments, buffers):
         join_stages(held, mesh)
         join_tensors(held, mesh.everyone if tables is not None or plan.towers else None, mesh)
     routing = replay.end(mesh)
@@ -98,7 +112,10 @@ def trace_on(
     batch_norms = module is not None and any(isinstance(part, GlobalBatchNorm) for part in module.modules())
     if mesh.rank == 0:
         seconds = time.perf_counter() - began
-        Trace(losses, norms, gradients, start, parameters, moments, seconds, routing, batch_norms).save(Path(folder))
+        Trace(
+            losses, norms, gradients, start, parameters, moments, seconds, routing, batch_norms, evaluation, buffers,
+            list(generators.changed), list(draws.operators), list(draws.kept),
+        ).save(Path(folder))  # fmt: skip
     mesh.barrier()
 
 
@@ -112,6 +129,16 @@ def change_last_bits(state: State, seed: int) -> None:
             signs = torch.randint(-1, 2, master.shape, generator=generator).to(master)
             master.mul_(1 + signs * 2**-21)
     state.optimizers.restore(masters)
+
+
+def agreed(buffer: Tensor, mesh: Mesh) -> Tensor:
+    """A buffer on the host, as the mean over ranks that compute parts of the same samples: if they differ, none of them
+    is that of one process."""
+    value = buffer.detach()
+    axes = [axis for name in ("cp", "tp") if (axis := mesh.axis(name)) is not None]
+    for axis in axes if value.is_floating_point() else ():
+        value = (axis.all_reduce(value.double()) / axis.size).to(value.dtype)
+    return value.cpu().clone()
 
 
 class WeightsOfSteps:

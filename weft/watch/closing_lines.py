@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from weft.job.run_folder import RunDir
-from weft.watch.figures.figure import unit_of
+from weft.watch.figures.figure import number, unit_of
 from weft.watch.journal import read_jsonl, read_metrics
 from weft.watch.progress import duration, human
 from weft.watch.report_summary import measured
@@ -57,9 +57,10 @@ def tier_lines(end: dict[str, Any]) -> list[str]:
 
 
 def _losses(events: list[dict[str, Any]], records: list[dict[str, Any]]) -> str:
-    losses = [e["val_loss"] for e in events if e.get("event") == "eval" and e.get("val_loss") is not None]
-    if len(losses) > 1:
-        return f", validation loss {losses[0]:.3f} → {losses[-1]:.3f}"
+    evaluations = [e for e in events if e.get("event") == "eval" and e.get("val_loss") is not None]
+    if len(evaluations) > 1:
+        weights = " of the averaged weights" if evaluations[-1].get("averaged") else ""
+        return f", validation loss{weights} {evaluations[0]['val_loss']:.3f} → {evaluations[-1]['val_loss']:.3f}"
     last = records[-1].get("loss") if records else None
     return f", loss {last:.3f}" if last is not None else ""
 
@@ -73,9 +74,17 @@ def _predicted_and_measured(end: dict[str, Any], records: list[dict[str, Any]]) 
         pairs.append(f"step {_beside(predicted.get('step_time_s'), took, '{:.3g} s')}")
     if "communication_mib" in predicted:
         pairs.append(f"traffic {predicted['communication_mib']:.1f} MiB a rank and step predicted")
-    if (rate := measured("tokens_per_s", records)) is not None:
+    if (rate := run_rate(end, records)) is not None:
         pairs.append(f"{human(rate)} {unit_of(records)}/s")
     return [" · ".join(pairs)] if pairs else []
+
+
+def run_rate(end: dict[str, Any], records: list[dict[str, Any]]) -> float | None:
+    """Tokens per second of the `seconds` in the closing line: startup, evaluations and checkpoints take time too."""
+    first = (end.get("step") or 0) - (end.get("steps_done") or 0)
+    steps = [r for r in records if r["step"] > first]
+    trained = sum((number(r.get("tokens_per_s")) or 0) * (number(r.get("step_time_s")) or 0) for r in steps)
+    return trained / end["seconds"] if trained and end.get("seconds") else None
 
 
 def _beside(predicted: float | None, found: float, form: str) -> str:

@@ -13,9 +13,15 @@ from weft.planner.rules.layout_syntax import parse_layouts, ranks
 from weft.verify.compare import Verdict
 from weft.verify.prove import DEFAULT_LAYOUTS, describe_ranks, prove
 
+MAX_DRAWS = 4
+"""Random operators that are named in a line."""
 COLUMNS = ("layout", "ranks", "|Δloss|", "|Δgradient|", "Δgrad norm", "|Δparameters|", "verdict")
 WIDTHS = (34, 5, 9, 11, 10, 13, 8)
-WRONG = {"differs": "differ from one process", "failed": "failed"}
+WRONG = {
+    "differs": "differ from one process",
+    "random": "draw random numbers, which cannot be compared",
+    "failed": "failed",
+}
 """Verdicts of layouts that do not train the same run, and how the summary names them."""
 
 
@@ -53,9 +59,15 @@ def _show(v: Verdict) -> None:
     if long:
         print(v.layout)
     print(_row(["" if long else v.layout, str(v.world), *shown, v.verdict]), flush=True)
+    if v.draws:
+        more = f" and {len(v.draws) - MAX_DRAWS} more" if len(v.draws) > MAX_DRAWS else ""
+        means = "" if v.verdict == "random" else "; compared with means instead"
+        print(f"  random numbers, which depend on the layout: {', '.join(v.draws[:MAX_DRAWS])}{more}{means}")
     if v.verdict == "differs":
         routers = "" if v.router_diff is None else f"; scores of the routers: {v.router_diff:.1e}"
-        print(f"  {', '.join(v.differs)} beyond tolerance; worst gradient: {v.worst_parameter}{routers}")
+        buffer = f"; worst buffer: {v.worst_buffer}" if "buffers" in v.differs else ""
+        worst = f"; worst gradient: {v.worst_parameter}" if set(v.differs) - {"buffers", "evaluation"} else ""
+        print(f"  {', '.join(v.differs)} beyond tolerance{worst}{buffer}{routers}")
     if v.routed_apart:
         print(f"  near ties: of the experts that tokens went to, it would have chosen {v.routed_apart:.2%} differently")
     if v.why:
@@ -74,7 +86,8 @@ def _summary(verdicts: list[Verdict], wrong: list[Verdict]) -> str:
     if not proven:
         return "\nno layout was proven"
     count = f"{len(proven)} of {len(verdicts)}"
-    return f"\n{count} layouts are the same run as one process (tolerance {proven[0].tolerance:g})"
+    draws = ", random numbers aside" if any(v.draws for v in proven) else ""
+    return f"\n{count} layouts are the same run as one process{draws} (tolerance {proven[0].tolerance:g})"
 
 
 def _row(cells: list[str] | tuple[str, ...]) -> str:

@@ -68,6 +68,8 @@ class SpreadTraining:
         self.scale = LossScale.for_precision(precision)
         self.optimizers: list[Optimizer] = []
         self.begun = self.complete = False
+        self.overflowed = False
+        """Whether the gradients of the last step with a loss scale are beyond fp16."""
         if precision in AUTOCAST:
             self.module.forward = self._autocast(self.module.forward)
 
@@ -111,6 +113,7 @@ class SpreadTraining:
         if last:
             self.model.finish()
             if self.scale.dynamic:
+                self.overflowed = not bool(grad_norm(self.model.counted, self.mesh, limit=self.scale.limit).isfinite())
                 scale_grads(
                     self.model.grad_params.values(), torch.tensor(1 / self.scale.value, device=self.mesh.device)
                 )
@@ -128,7 +131,7 @@ class SpreadTraining:
 
     def step(self, update: Callable[[], Any]) -> bool:
         """Call an optimizer's step, unless fp16 gradients overflowed. Returns whether it was called."""
-        taken = not self.scale.dynamic or bool(torch.isfinite(self.norm()))
+        taken = not self.overflowed
         if taken:
             update()
         self.model.after_step(taken)

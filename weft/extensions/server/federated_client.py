@@ -124,7 +124,7 @@ def _one_step(worker: Worker, task: dict[str, Any], figures: dict[str, list[floa
     grads = _gradients(worker, task, task["step"], figures)
     grad_params = worker.stepper.state.model.grad_params
     mean = {n: local_of(x.grad).float() * grads.factor for n, x in grad_params.items() if x.grad is not None}
-    figures["norms"].append(float(torch.stack([g.norm() for g in mean.values()]).norm()))
+    figures["norms"].append(norm(mean))
     return mean
 
 

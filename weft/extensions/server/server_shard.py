@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from weft.comm.foreach_internals import foreach_norm
+from weft.comm.foreach_internals import sums_of_squares
 from weft.extensions.server.connections import Peer
 from weft.optim.build_optimizers import Optimizers
 from weft.wire.tensors import Answer, TensorChannel
@@ -86,8 +86,7 @@ class Shard:
                 for part in parts[1:]:
                     total = total + part[name]
                 master.grad = total.to(master.device)
-            norms = foreach_norm([m.grad for m in self.master_params.values() if m.grad is not None])
-            return float(norms.double().square().sum())
+            return float(sums_of_squares([m.grad for m in self.master_params.values() if m.grad is not None]).sum())
 
     def apply(self, lr: float, factor: float, version: int) -> None:
         """Take one optimizer step with the summed gradient times `factor`."""

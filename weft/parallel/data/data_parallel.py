@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard
 
 from weft.comm.algorithms import Start
 from weft.comm.axis import Axis, Pending
+from weft.comm.foreach_internals import sums_of_squares
 from weft.comm.shards import like, local_of, placed_like
 from weft.memory.gradient_offload import OffloadedGradients
 from weft.memory.released_gradients import ReleasedGradients
@@ -188,7 +189,7 @@ class Replicas:
             self.sent += 1
             bucket.clear_stale()
             if self.axis is not None and self.axis.name == "dp_replicate":
-                self.local_squares.append(torch.linalg.vector_norm(bucket.flat).square())
+                self.local_squares.append(sums_of_squares([bucket.flat])[0])
             if bucket.start is not None:
                 self.works.append(bucket.start(bucket.flat))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weft.comm.axis import Axis, Pending
 from weft.comm.background import Done
-from weft.comm.foreach_internals import foreach_copy_
+from weft.comm.foreach_internals import foreach_copy_, sums_of_squares
 from weft.parallel.data.bucket import Bucket
 from weft.parallel.data.local_sgd import Apply, EveryStep, Tensors, Update, UpdateResult
 
@@ -98,8 +98,8 @@ class PredictedSums(EveryStep):
         apply(Update(update.step, one, update.lr, average=False))
         self.predicted, self.in_flight = True, now
         if self.result is None:  # just resumed
-            norms = [torch.linalg.vector_norm(flat) for flat in self.averages[0]]
-            self.result = UpdateResult(torch.linalg.vector_norm(torch.stack(norms)), True, True)
+            norm = sums_of_squares(self.averages[0]).sum().sqrt().float()
+            self.result = UpdateResult(norm, True, True)
         return self.result
 
     def _settle(self) -> None:

@@ -99,8 +99,8 @@ class Pipelined:
         return list(self.stages.values())
 
     @property
-    def norms(self) -> dict[int, Tensor]:
-        """Of gradients in host memory: a pipeline has none."""
+    def squares_by_id(self) -> dict[int, Tensor]:
+        """Sums of squares of gradients in host memory: a pipeline has none."""
         return {}
 
     @property
