@@ -50,7 +50,7 @@ def read_fields(raw: Mapping[str, Any], where: str) -> tuple[PretrainedFamily, F
     if family is None:
         reads = dict.fromkeys(name for family in known for name in (family.architecture, *family.also_reads))
         raise JobError(f"{where} has architectures={classes!r:.80}; Weft reads {listed(reads)}")
-    config, fields = Config(raw, where), dict(FAMILIES[family.family].defaults)
+    config, fields = Config(raw, where, family.kind), dict(FAMILIES[family.family].defaults)
     fields["family"] = family.family
     for converter in family.converters:
         for name, value in converter.read(config).items():
