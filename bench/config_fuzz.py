@@ -1,7 +1,7 @@
 """Reads configs of tiny models with one key deleted, nulled, changed or added, in Weft and in transformers, and counts
 how many give the same logits.
 
-    python bench/config_fuzz.py [--only NAME] [--verbose]
+    python bench/config_fuzz.py [NAME ...] [--verbose]
 
 A config that Weft refuses in one sentence is counted as refused, whatever transformers does with it.
 """
@@ -18,19 +18,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from helpers.config_fuzz import DELETED, bases, edits, outcome
+from helpers.config_fuzz import DELETED, NAMES, edits, outcome, saved
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="models whose name contains this")
+    parser.add_argument("names", nargs="*", default=NAMES, metavar="NAME", help="models; all without a name")
     parser.add_argument("--verbose", action="store_true", help="show each refused config too")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     total: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
-        for base in bases(Path(folder), args.only):
+        for base in (base for name in args.names for base in saved(name, Path(folder) / name.replace(" ", "-"))):
             counts: Counter[str] = Counter()
             for edit in edits(base.config):
                 result = outcome(base, edit)

@@ -79,15 +79,11 @@ class Base:
     kind: str
 
 
-def bases(folder: Path, only: str = "") -> Iterator[Base]:
-    """Save the tiny models whose names contain `only`; configs with rope_parameters also in the older spelling."""
-    for name in (*CONFIGS, *MORE, *ENCODERS):
-        if only in name:
-            yield from saved(name, folder / name.replace(" ", "-"))
+NAMES = (*CONFIGS, *MORE, *ENCODERS)
 
 
 def saved(name: str, folder: Path) -> Iterator[Base]:
-    """Save one tiny model."""
+    """Save one tiny model; a config with rope_parameters gives one in the older spelling too."""
     kind, config = ENCODERS.get(name) or ("AutoModelForCausalLM", CONFIGS.get(name) or MORE[name])
     save_config(config(), folder, kind=kind)
     written = json.loads((folder / "config.json").read_text())
@@ -168,7 +164,7 @@ def outcome(base: Base, edit: Edit) -> str:
     """What an edit leads to: refused, equal, wrong, only weft (transformers refuses it), or the exception."""
     (base.folder / "config.json").write_text(json.dumps(edited(base.config, edit)))
     try:
-        ours = _logits(weft.from_hf(str(base.folder)), base, ours=True)
+        ours = logits(weft.from_hf(str(base.folder)), base, ours=True)
     except JobError as error:
         return "refused" if "\n" not in str(error) else "a refusal of several lines"
     except Exception as error:
@@ -176,7 +172,7 @@ def outcome(base: Base, edit: Edit) -> str:
     try:
         cls = getattr(transformers, base.kind)
         model, report = cls.from_pretrained(base.folder, output_loading_info=True)
-        theirs = _logits(model.eval(), base, ours=False)
+        theirs = logits(model.eval(), base, ours=False)
     except Exception as error:
         return f"only weft ({type(error).__name__}: {str(error)[:200]!r})"
     if ours.shape == theirs.shape and (ours - theirs).abs().max() <= TOLERANCE * (1 + theirs.abs().max()):
@@ -186,7 +182,7 @@ def outcome(base: Base, edit: Edit) -> str:
 
 
 @torch.no_grad()
-def _logits(model: Any, base: Base, ours: bool) -> Tensor:
+def logits(model: Any, base: Base, ours: bool) -> Tensor:
     """Logits, or the last hidden states of classes without a head."""
     type_of, out = base.config["model_type"], None
     if type_of == "clip":

@@ -138,9 +138,7 @@ def _declared(node: ast.ClassDef) -> dict[str, KeyDefault]:
             given = statement.args
             last = given.args[len(given.args) - len(given.defaults) :]
             pairs = [(a.arg, v, a.annotation) for a, v in zip(last, given.defaults, strict=True)]
-            pairs += [
-                (a.arg, v, a.annotation) for a, v in zip(given.kwonlyargs, given.kw_defaults, strict=True) if v
-            ]
+            pairs += [(a.arg, v, a.annotation) for a, v in zip(given.kwonlyargs, given.kw_defaults, strict=True) if v]
         for name, value, annotation in pairs:
             try:
                 found[name] = KeyDefault(_value(value), _types(annotation))

@@ -54,7 +54,7 @@ _MASKED_HEAD: Names = {
     "transform.{p}": "cls.predictions.transform.dense.{p}",
     "norm.{p}": "cls.predictions.transform.LayerNorm.{p}",
     "head.weight": "cls.predictions.decoder.weight",
-    "head.bias": "cls.predictions.bias",
+    "head.bias": "cls.predictions.{untied}bias",
 }
 _LABEL_HEAD: Names = {"head.pooler.{p}": "bert.pooler.dense.{p}", "head.{p}": "classifier.{p}"}
 _KEYS = (
@@ -160,9 +160,10 @@ _T5_KEYS = (
 ENCODER_FAMILIES = (
     PretrainedFamily(
         "bert", "BERT", "BertForMaskedLM", "bert",
-        (*_KEYS, Fixed({"tied": True}), Only("tie_word_embeddings", (True,))),
+        (*_KEYS, Key("tied", "tie_word_embeddings", True)),
         BERT | _MASKED_HEAD, "bert.",
-        (_POSITIONS, "bert.pooler.*", "pooler.*", "cls.seq_relationship.*", "cls.predictions.decoder.bias"),
+        (_POSITIONS, "bert.pooler.*", "pooler.*", "cls.seq_relationship.*", "cls.predictions*.bias"),
+        repeats={"cls.predictions.decoder.bias": "cls.predictions.bias"},
         also_reads=("BertModel", "BertForPreTraining"), fresh=("transform.*", "norm.*", "head.*"),
         older_endings=_OLDER,
     ),
@@ -177,6 +178,7 @@ ENCODER_FAMILIES = (
         "t5", "T5, T5 v1.1 and Flan-T5", "T5ForConditionalGeneration", "t5", _T5_KEYS, T5, "",
         ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight",
          "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"),
-        untied_head="lm_head.weight",
+        always_tied=True,
+        repeats={f"{part}.embed_tokens.weight": "shared.weight" for part in ("encoder", "decoder")},
     ),
 )  # fmt: skip
