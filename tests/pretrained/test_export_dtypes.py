@@ -84,8 +84,9 @@ def test_after_training(imported: bool, tmp_path: Path) -> None:
         (tmp_path / "job.yaml").write_text(f"name: run\nmodel: hf:{tmp_path / 'published'}\n")
         sections = ["job.yaml"]
     words = [
-        "train.steps=1", "train.global_batch=2", "optim.lr=1e-30", "optim.weight_decay=0", "model.experts.bias_rate=1e-12",
-        "data.source=synthetic", "data.seq_len=8", "data.tokenizer=bytes", "cluster.device=cpu",
+        "train.steps=1", "train.global_batch=2", "optim.lr=1e-30", "optim.weight_decay=0",
+        "model.experts.bias_rate=1e-12", "data.source=synthetic", "data.seq_len=8", "data.tokenizer=bytes",
+        "cluster.device=cpu",
     ]  # fmt: skip
     done = forked_command(tmp_path, "train", *sections, *words, "--no-resilient", "-n", "1")
     assert done.code == 0, done.err
