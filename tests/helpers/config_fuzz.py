@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,8 @@ def edited(config: Mapping[str, Any], edit: Edit) -> dict[str, Any]:
 
 def outcome(base: Base, edit: Edit) -> str:
     """What an edit leads to: refused, equal, wrong, only weft (transformers refuses it), or the exception."""
-    (base.folder / "config.json").write_text(json.dumps(edited(base.config, edit)))
+    base = replace(base, config=edited(base.config, edit))
+    (base.folder / "config.json").write_text(json.dumps(base.config))
     try:
         ours = logits(weft.from_hf(str(base.folder)), base, ours=True)
     except JobError as error:
@@ -186,16 +187,17 @@ def logits(model: Any, base: Base, ours: bool) -> Tensor:
     """Logits, or the last hidden states of classes without a head."""
     type_of, out = base.config["model_type"], None
     if type_of == "clip":
-        side, text = base.config["vision_config"], base.config["text_config"]
-        shape = (2, side["num_channels"], side["image_size"], side["image_size"])
+        image, text = (base.config.get(f"{name}_config") or {} for name in ("vision", "text"))
+        side, end = image.get("image_size", 224), text.get("eos_token_id", 2)
+        shape = (2, image.get("num_channels", 3), side, side)
         images = torch.randn(shape, generator=torch.Generator().manual_seed(2))
         tokens = TOKENS.clone()
-        tokens[:, -1] = text["eos_token_id"] if text["eos_token_id"] != 2 else VOCAB - 1
+        tokens[:, -1] = end if end != 2 else VOCAB - 1
         out = model.logits(images, tokens) if ours else model(input_ids=tokens, pixel_values=images).logits_per_image
     elif type_of == "vit":
-        size = base.config["image_size"]
+        size = base.config.get("image_size", 224)
         sides = (size, size) if isinstance(size, int) else size
-        images = torch.randn(2, base.config["num_channels"], *sides, generator=torch.Generator().manual_seed(2))
+        images = torch.randn(2, base.config.get("num_channels", 3), *sides, generator=torch.Generator().manual_seed(2))
         features = base.kind == "ViTModel"
         out = model(images, features=features) if ours else model(images)
         out = out if ours else out.last_hidden_state if features else out.logits

@@ -154,7 +154,7 @@ _T5_KEYS = (
     SizeKey("position_buckets", "relative_attention_num_buckets"),
     SizeKey("position_limit", "relative_attention_max_distance"), Key("norm_eps", "layer_norm_epsilon"),
     Only("decoder_start_token_id", (0, None)), Only("pad_token_id", (0, None)), Only("is_decoder", (False,)),
-    Without(("n_positions", "output_past")),
+    Only("is_encoder_decoder", (True,)), Without(("n_positions", "output_past")),
 )  # fmt: skip
 
 ENCODER_FAMILIES = (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.job.schema import Model
-from weft.pretrained.config_fields import Config, Fields, Without
+from weft.pretrained.config_fields import Config, Fields
 
 _KEYS = {
     "default": {},
@@ -68,6 +68,7 @@ class Rope:
         if share != 1:
             width = config.take("head_dim") or config.number("hidden_size") // config.number("num_attention_heads")
             out["rope_dim"] = int(width * share)
+        check_factors(config, out)
         return out
 
     def write(self, model: Model) -> Fields:
@@ -130,7 +131,7 @@ def read_scaling(config: Config, found: Mapping[str, Any]) -> Fields:
         fields["original_len"] = config.number(_LENGTHS)
     if "original_len" in known.values():  # outside of the scaling it has priority, as in transformers
         outer = config.take("original_max_position_embeddings")
-        fields["original_len"] = outer or fields.get("original_len") or longest
+        fields["original_len"] = fields.get("original_len", longest) if outer is None else outer
     if "factor" not in fields and longest and fields.get("original_len"):
         factor = longest / fields["original_len"]
         fields["factor"] = max(1.0, factor) if kind == "longrope" else factor  # there it scales only the attention
@@ -141,6 +142,17 @@ def read_scaling(config: Config, found: Mapping[str, Any]) -> Fields:
         above, below = (_yarn_factor(fields.get("factor", 1.0), scale) for scale in scales)
         fields["attention_factor"] = above / below
     return {"rope_scaling": {"kind": kind, **fields}}
+
+
+def check_factors(config: Config, fields: Fields) -> None:
+    """Refuse longrope whose factors are not one for each pair of rotated values."""
+    scaling = fields.get("rope_scaling", {})
+    width = fields.get("rope_dim") or config.take("head_dim")
+    width = width or config.number("hidden_size") // config.number("num_attention_heads")
+    for key, name in (("short_factor", "short_factors"), ("long_factor", "long_factors")):
+        factors = scaling.get(name)
+        if factors is not None and (not isinstance(factors, list) or len(factors) != width // 2):
+            raise config.wrong(f"rope_scaling {key}", factors, f"a list of {width // 2} numbers")
 
 
 def write_scaling(model: Model) -> Fields:
@@ -167,7 +179,10 @@ class LatentRope:
         scaling = given_parameters(config, {})
         theta = read_theta(config, scaling, config.take("rope_theta", default_theta(config)))
         rope, plain = config.number("qk_rope_head_dim"), config.number("qk_nope_head_dim")
-        Without(("head_dim", "qk_head_dim")).read(config)
+        for key, width in (("head_dim", rope), ("qk_head_dim", rope + plain)):
+            config.take(key)
+            if key in config.raw and config.raw[key] != width:  # they repeat the others
+                raise config.wrong(key, config.raw[key], str(width))
         out: Fields = {"positions": "rope", "rope_theta": theta, "rope_dim": rope, "head_dim": rope + plain}
         of_all = scaling.get("mscale_all_dim") or 0
         out |= read_scaling(config, scaling)
@@ -223,9 +238,9 @@ class LocalRope:
         window_theta = read_theta(config, local, config.take("rope_local_base_freq", bases["local"]))
         if read_scaling(config, local):
             raise config.wrong("rope_parameters sliding_attention", local, "unscaled positions")
-        return {
-            "positions": "rope", "rope_theta": theta, "window_theta": window_theta, **read_scaling(config, scaling),
-        }  # fmt: skip
+        out = {"positions": "rope", "rope_theta": theta, "window_theta": window_theta, **read_scaling(config, scaling)}
+        check_factors(config, out)
+        return out
 
     def write(self, model: Model) -> Fields:
         out = {"rope_theta": model.rope_theta, "rope_local_base_freq": model.window_theta}
