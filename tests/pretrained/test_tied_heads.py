@@ -93,6 +93,13 @@ def test_values_decide_whether_the_head_is_tied(change: Any, equal: bool, tmp_pa
     assert len(dict(weft.from_hf(str(tmp_path)).named_parameters(remove_duplicate=True))) == 21 - equal
 
 
+def test_without_weights_the_config_decides(tmp_path: Path) -> None:
+    """A plan needs no weights."""
+    save_tied(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert model_fields(str(tmp_path))["tied"] is True
+
+
 def test_a_head_without_an_embedding_is_both(tmp_path: Path) -> None:
     model = save_tied(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -81,14 +81,14 @@ def _names(entry: Mapping[str, Any]) -> tuple[str, ...] | None:
 
 def table_text(kinds: Iterable[str]) -> str:
     """The table of some kinds as JSON, from the installed transformers."""
-    table = {
+    entries = {
         kind: {key: {"default": e.value} | ({"types": e.types} if e.types else {}) for key, e in keys.items()}
         for kind in sorted(kinds)
         if (keys := installed_defaults(kind))
     }
     lines = []
-    for kind, keys in table.items():
-        inner = ",\n".join(f'    "{key}": {json.dumps(entry)}' for key, entry in keys.items())
+    for kind, rows in entries.items():
+        inner = ",\n".join(f'    "{key}": {json.dumps(entry)}' for key, entry in rows.items())
         lines.append(f'  "{kind}": {{\n{inner}\n  }}')
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
