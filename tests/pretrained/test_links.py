@@ -43,7 +43,7 @@ def test_links_out_of_the_folder_are_refused(
     assert done.code == 2 and f"{name} is a link to {tmp_path}/secret, which is not in its folder" in done.err
     assert "\n" not in done.err.strip() and not (tmp_path / "runs").exists()
     with pytest.raises(JobError, match="which is not in its folder"):
-        weft.from_hf(str(folder))  # type: ignore[attr-defined]
+        weft.from_hf(str(folder))
 
 
 def chain(folder: Path) -> None:
@@ -105,7 +105,7 @@ def tokenizer_of_llama2c(folder: Path) -> None:
 def test_other_ways_out(change: Callable[[Path], None], message: str, folder: Path) -> None:
     change(folder)
     with pytest.raises(JobError, match=message) as refused:
-        weft.from_hf(str(folder))  # type: ignore[attr-defined]
+        weft.from_hf(str(folder))
     assert "\n" not in str(refused.value)
 
 
@@ -113,7 +113,7 @@ def test_links_within_the_folder_and_to_it(folder: Path, tmp_path: Path) -> None
     (folder / "model.safetensors").rename(folder / "weights")
     (folder / "model.safetensors").symlink_to("weights")
     (tmp_path / "link").symlink_to(folder)
-    assert weft.from_hf(str(tmp_path / "link"))  # type: ignore[attr-defined]
+    assert weft.from_hf(str(tmp_path / "link"))
 
 
 def as_cache(folder: Path) -> Path:
