@@ -24,9 +24,11 @@ from weft.job.shapes import resolve
 from weft.launch.run_files import write_job_and_plan
 from weft.planner import Plan, make_plan
 from weft.precision import LossScale
-from weft.pretrained.checkpoint_folder import CONFIG, MAX_JSON_BYTES, SIDE_FILES, SIDE_FOLDER, TOKENIZER, find_folder
+from weft.pretrained.checked_files import MAX_JSON_BYTES, checked_file
+from weft.pretrained.checkpoint_folder import CONFIG, SIDE_FILES, SIDE_FOLDER, TOKENIZER, find_folder
 from weft.pretrained.llama2c_tokenizer import converted_tokenizer
 from weft.pretrained.reader import PretrainedWeights
+from weft.pretrained.tensor_dtypes import write_dtypes
 from weft.training.interchange.foreign_weights import ForeignWeights, described_model
 from weft.training.interchange.tensor_files import TensorFiles, open_tensor_files
 
@@ -102,6 +104,7 @@ def import_run(
         raise JobError(f"{run.path} exists; give the imported run another --name") from None
     try:
         _copy_side_files(folder, side)
+        write_dtypes(side, weights.file_dtypes())
         if not (side / TOKENIZER).is_file() and (made := converted_tokenizer(folder)) is not None:
             shutil.copyfile(made, side / TOKENIZER)
         if (side / CONFIG).is_file():
@@ -160,7 +163,7 @@ def _open_foreign(
 def _copy_side_files(folder: Path, side: Path) -> None:
     side.mkdir(parents=True)
     for name in SIDE_FILES:
-        if (folder / name).is_file() and (folder / name).stat().st_size <= MAX_JSON_BYTES:
+        if checked_file(folder / name, most=MAX_JSON_BYTES):
             shutil.copyfile(folder / name, side / name)
 
 

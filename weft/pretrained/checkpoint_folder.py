@@ -11,6 +11,7 @@ from typing import Any
 from weft.data.formats.hub_cache import HUB_NAME, cached_snapshot, hub_cache
 from weft.job.errors import JobError
 from weft.job.load import recipes
+from weft.pretrained.checked_files import MAX_JSON_BYTES, checked_file
 
 CONFIG, GENERATION_CONFIG, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 SIDE_FILES = (
@@ -21,8 +22,6 @@ SIDE_FILES = (
 """Files beside the weights that an export takes over."""
 SIDE_FOLDER = "pretrained"
 """Folder of a run that keeps the config and the tokenizer of an imported checkpoint."""
-MAX_JSON_BYTES = 256 << 20
-"""Larger files are neither a config nor an index."""
 FORMATS = (("model.safetensors", "safetensors"), ("pytorch_model.bin", "torch"))
 """Files of weights, the preferred one first; NAME.index.json lists the shards of a large one."""
 
@@ -40,7 +39,24 @@ class WeightFiles:
 
 
 def find_folder(name: str) -> Path:
-    """The folder of a checkpoint: a path, a name beside the recipes, or one in the local hub cache."""
+    """The folder of a checkpoint: a path, a name beside the recipes, or one in the local hub cache. A JobError names a
+    file in it that is a link out of it, or no regular file."""
+    folder = _locate(name)
+    check_files(folder)
+    return folder
+
+
+def check_files(folder: Path) -> None:
+    """Refuse a folder whose config, tokenizer, templates, indexes or weights are links out of it, or no regular
+    files."""
+    for name in SIDE_FILES:
+        checked_file(folder / name, most=MAX_JSON_BYTES)
+    for name, _ in FORMATS:
+        checked_file(folder / name)
+        checked_file(folder / f"{name}.index.json", most=MAX_JSON_BYTES)
+
+
+def _locate(name: str) -> Path:
     if "\0" in name or len(name) > 4096:
         raise JobError(f"model.pretrained: {name[:80]!r} is not a path")
     path = Path(name).expanduser()
@@ -60,18 +76,20 @@ def find_folder(name: str) -> Path:
 
 
 def existing_folder(name: str | None) -> Path | None:
-    """The folder of the checkpoint that a model was made from, if it is still there."""
+    """The folder of the checkpoint that a model was made from, if it is still there; its files are checked."""
     try:
-        return find_folder(name) if name else None
+        folder = _locate(name) if name else None
     except JobError:
         return None
+    if folder is not None:
+        check_files(folder)
+    return folder
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; a JobError says what is wrong with it."""
+    checked_file(path, most=MAX_JSON_BYTES)
     try:
-        if (size := path.stat().st_size) > MAX_JSON_BYTES:
-            raise JobError(f"{path} has {size:,} bytes, which is too large for JSON")
         found = json.loads(path.read_bytes().decode("utf-8"))
     except UnicodeDecodeError:
         raise JobError(f"{path} is not JSON: it is not UTF-8 text") from None
@@ -86,21 +104,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise JobError(f"{path} must hold a JSON object, not a {type(found).__name__}")
     return found
-
-
-def tensor_names(folder: Path) -> set[str]:
-    """Names of the tensors in a folder, from its index or the header of a safetensors file; none of other files."""
-    files = weight_files(folder)
-    if files.listed is not None:
-        return set(files.listed)
-    if files.format != "safetensors":
-        return set()
-    with (folder / files.files[0]).open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        try:
-            return set(json.loads(file.read(min(size, MAX_JSON_BYTES)).decode("utf-8")))
-        except (ValueError, RecursionError):
-            return set()  # the reader describes what is wrong
 
 
 def weight_files(folder: Path) -> WeightFiles:
@@ -123,7 +126,7 @@ def _sharded(folder: Path, index: Path, kind: str) -> WeightFiles:
     for file in files:
         if file != os.path.basename(file) or "\\" in file or "\0" in file or file in ("", ".", ".."):
             raise JobError(f"{index} names {file[:80]!r}, which is not a file inside its folder")
-        if not (folder / file).is_file():
+        if checked_file(folder / file) is None:
             raise JobError(f"{index} names {file}, which is missing in {folder}")
     if not files:
         raise JobError(f"{index} names no file")

@@ -12,10 +12,9 @@ from weft.pretrained.family_entry import Fused, PretrainedFamily
 from weft.pretrained.family_parts import PLAIN, Names
 
 _SECTIONS: dict[TowerName, str] = {"image": "vision_config", "text": "text_config"}
-_DEFAULTS: dict[TowerName, dict[str, int]] = {
-    "image": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
-    "text": {"hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8, "intermediate_size": 2048},
-}
+_KINDS = {"vision_config": "clip_vision_model", "text_config": "clip_text_model"}
+"""By section, the model_type whose defaults it has."""
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 _LARGEST = 2
 """The eos_token_id of early configs, whatever the tokenizer: the largest token of a text is its end."""
 
@@ -26,22 +25,22 @@ class Towers:
 
     def read(self, config: Config) -> Fields:
         parts = {name: self._part(config, key) for name, key in _SECTIONS.items()}
-        towers = {name: self._shape(part, _DEFAULTS[name]) for name, part in parts.items()}
+        towers = {name: self._shape(part) for name, part in parts.items()}
         image, text = parts["image"], parts["text"]
-        side = image.take("image_size", 224)
+        side = image.take("image_size")
         if type(side) is not int or not 0 < side <= 65_536:
             raise image.wrong("image_size", side, "a whole number of pixels: images are square")
-        towers["image"]["patch"] = image.number("patch_size", 32)
-        end = text.take("eos_token_id", 49407)
+        towers["image"]["patch"] = image.number("patch_size")
+        end = text.take("eos_token_id")
         if type(end) is not int or end < 0:
             raise text.wrong("eos_token_id", end, "one token")
         towers["text"]["end"] = "largest" if end == _LARGEST else end
         out: Fields = {
-            "towers": towers, "image": (side, side), "channels": image.number("num_channels", 3),
-            "vocab": text.number("vocab_size", 49408), "max_len": text.number("max_position_embeddings", 77),
+            "towers": towers, "image": (side, side), "channels": image.number("num_channels"),
+            "vocab": text.number("vocab_size"), "max_len": text.number("max_position_embeddings"),
         }  # fmt: skip
-        for name, key, default in (("activation", "hidden_act", "quick_gelu"), ("norm_eps", "layer_norm_eps", 1e-5)):
-            found, other = (part.take(key, default) for part in (text, image))
+        for name, key in (("activation", "hidden_act"), ("norm_eps", "layer_norm_eps")):
+            found, other = (part.take(key) for part in (text, image))
             if found != other or (name == "activation" and found not in PLAIN):
                 known = f"one of {', '.join(PLAIN)}, " if name == "activation" else ""
                 raise image.wrong(key, other, f"{known}the same in both encoders; text_config has {found!r}")
@@ -53,17 +52,16 @@ class Towers:
         return out
 
     def _part(self, config: Config, key: str) -> Config:
-        """A section, over which early configs have another under an older name."""
-        found: Fields = {}
-        for name in (key, f"{key}_dict"):
-            section = config.take(name, {})
-            if not isinstance(section, Mapping):
+        """A section; early configs have another under an older name, which takes its place."""
+        sections = {name: config.take(name) for name in (key, f"{key}_dict")}
+        for name, section in sections.items():
+            if section is not None and not isinstance(section, Mapping):
                 raise config.wrong(name, section, "an object")
-            found |= section
-        return Config(found, f"{config.where} {key}")
+        older = sections[f"{key}_dict"]
+        return Config(older if older is not None else sections[key] or {}, f"{config.where} {key}", _KINDS[key])
 
-    def _shape(self, part: Config, defaults: Mapping[str, int]) -> Fields:
-        dim, layers, heads, ffn = (part.number(key, default) for key, default in defaults.items())
+    def _shape(self, part: Config) -> Fields:
+        dim, layers, heads, ffn = (part.number(key) for key in _SIZES)
         if dim % heads:
             raise part.wrong("hidden_size", dim, f"a multiple of num_attention_heads={heads}")
         return {"dim": dim, "layers": layers, "heads": heads, "ffn": ffn}
@@ -99,7 +97,7 @@ def with_sizes(model: Model, end: int | None) -> Model:
 
 def _written_shape(tower: TowerShape) -> Fields:
     values = (tower.dim, tower.layers, tower.heads, tower.width)
-    return dict(zip(_DEFAULTS["image"], values, strict=True))
+    return dict(zip(_SIZES, values, strict=True))
 
 
 def _tower(name: str, there: str) -> Names:
@@ -131,6 +129,6 @@ CLIP: Names = {
 }
 CLIP_FAMILY = PretrainedFamily(
     "clip", "CLIP", "CLIPModel", "clip",
-    (SizeKey("dim", "projection_dim", 512), Towers(), Without(("logit_scale_init_value", "tie_word_embeddings"))),
+    (SizeKey("dim", "projection_dim"), Towers(), Without(("logit_scale_init_value", "tie_word_embeddings"))),
     CLIP, "", ("*embeddings.position_ids",),
 )  # fmt: skip

@@ -10,19 +10,23 @@ from weft.job.errors import JobError
 from weft.job.model import FAMILIES
 from weft.job.registry import did_you_mean, listed
 from weft.job.schema import Model
-from weft.pretrained.checkpoint_folder import CONFIG, TOKENIZER, find_folder, read_json, tensor_names
+from weft.pretrained.checkpoint_folder import CONFIG, TOKENIZER, find_folder, read_json
 from weft.pretrained.config_fields import NULL_KEYS, Config, Fields
 from weft.pretrained.family_entry import PRETRAINED, PretrainedFamily, families_of
 from weft.pretrained.image_families import image_size
 from weft.pretrained.llama2c_tokenizer import converted_tokenizer
+from weft.pretrained.repeated_tensors import is_tied
+
+HEAD_KEYS = ("tie_word_embeddings", "scale_decoder_outputs")
+"""Keys that say whether the head is the embedding, which files may contradict."""
 
 
 def model_fields(name: str) -> Fields:
     """The fields of `model` for a checkpoint: a folder or a name in the hub cache."""
     folder = find_folder(name)
     family, fields = read_fields(read_json(folder / CONFIG), str(folder / CONFIG))
-    if fields.get("tied") and family.untied_head and fields.get("head_scale") == 1.0:
-        fields["tied"] = family.untied_head not in tensor_names(folder)
+    if family.head:
+        fields["tied"] = is_tied(folder, family, bool(fields.get("tied")))
     return fields
 
 
@@ -50,7 +54,7 @@ def read_fields(raw: Mapping[str, Any], where: str) -> tuple[PretrainedFamily, F
     if family is None:
         reads = dict.fromkeys(name for family in known for name in (family.architecture, *family.also_reads))
         raise JobError(f"{where} has architectures={classes!r:.80}; Weft reads {listed(reads)}")
-    config, fields = Config(raw, where), dict(FAMILIES[family.family].defaults)
+    config, fields = Config(raw, where, family.kind), dict(FAMILIES[family.family].defaults)
     fields["family"] = family.family
     for converter in family.converters:
         for name, value in converter.read(config).items():
@@ -67,9 +71,11 @@ def read_fields(raw: Mapping[str, Any], where: str) -> tuple[PretrainedFamily, F
 def write_config(model: Model, kind: str | None = None, original: Mapping[str, Any] | None = None) -> Fields:
     """The config of a model: the original one if it still describes it, else one of the first family that can."""
     if original is not None:
-        family, fields = read_fields(original, CONFIG)
-        if described(Model.model_validate(fields)) == described(model):
-            return {**original, "architectures": [family.architecture]}
+        family, wanted = read_fields(original, CONFIG)[0], described(model)
+        head = {k: v for c in family.converters for k, v in c.write(model).items() if k in HEAD_KEYS}
+        for config in (dict(original), {**original, **head}):
+            if described(Model.model_validate(read_fields(config, CONFIG)[1])) == wanted:
+                return {**config, "architectures": [family.architecture]}
         kind = family.kind
     for family in PRETRAINED:
         if kind in (None, family.kind) and (found := _written(family, model)) is not None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from weft.job.errors import JobError
 from weft.job.schema import Model
+from weft.pretrained.config_defaults import KeyDefault, defaults_of
 
 Fields = dict[str, Any]
 
@@ -44,21 +45,28 @@ MAX_LAYERS = 10_000
 
 
 class Config:
-    """The keys of a config.json, of which converters take what they know."""
+    """The keys of a config.json, of which converters take what they know. `kind` is the model_type whose class in
+    transformers has the defaults and types of its keys."""
 
-    def __init__(self, raw: Mapping[str, Any], where: str):
-        self.raw, self.where = dict(raw), where
+    def __init__(self, raw: Mapping[str, Any], where: str, kind: str):
+        self.raw, self.where, self.declared = dict(raw), where, defaults_of(kind)
         self.taken: set[str] = set()
 
     def take(self, key: str, default: Any = None) -> Any:
-        """The value of a key; null counts as left out."""
+        """The value of a key, which may be null; left out, its default in transformers, or `default` if transformers
+        declares none. A value that transformers' class does not take is refused."""
+        value, entry = self._value(key, default), self.declared.get(key)
+        if key in self.raw and entry is not None and not entry.takes(value):
+            raise self.wrong(key, value, entry.expected)
+        return value
+
+    def _value(self, key: str, default: Any) -> Any:
         self.taken.add(key)
-        found = self.raw.get(key)
-        return default if found is None else found
+        return self.raw[key] if key in self.raw else self.declared.get(key, KeyDefault(default)).value
 
     def number(self, key: str, default: int | None = None) -> int:
         """A whole number above 0; lists are made of numbers of layers."""
-        found, most = self.take(key, default), MAX_LAYERS if "layer" in key else 2**31
+        found, most = self._value(key, default), MAX_LAYERS if "layer" in key else 2**31
         if type(found) is not int or not 0 < found <= most:
             raise self.wrong(key, found, f"a whole number above 0{f' and at most {most}' if most < 2**31 else ''}")
         return found
@@ -95,10 +103,11 @@ class Key:
     name: str
     key: str
     default: Any = None
+    """That of a key which transformers' config class does not declare."""
 
     def read(self, config: Config) -> Fields:
-        found = config.take(self.key, self.default)
-        return {} if found is None else {self.name: found}
+        value = config.take(self.key, self.default)
+        return {} if value is None else {self.name: value}
 
     def write(self, model: Model) -> Fields:
         return {self.key: getattr(model, self.name)}
@@ -106,7 +115,7 @@ class Key:
 
 @dataclass(frozen=True)
 class SizeKey(Key):
-    """A whole number above 0 that must be given, unless there is a default."""
+    """A whole number above 0."""
 
     def read(self, config: Config) -> Fields:
         return {self.name: config.number(self.key, self.default)}
@@ -118,10 +127,9 @@ class Flags:
 
     names: tuple[str, ...]
     key: str
-    default: bool = False
 
     def read(self, config: Config) -> Fields:
-        return dict.fromkeys(self.names, bool(config.take(self.key, self.default)))
+        return dict.fromkeys(self.names, bool(config.take(self.key, False)))
 
     def write(self, model: Model) -> Fields:
         return {self.key: bool(getattr(model, self.names[0]))}
@@ -134,10 +142,9 @@ class Choice:
     name: str
     key: str
     values: Mapping[str, str]
-    default: str | None = None
 
     def read(self, config: Config) -> Fields:
-        found = config.take(self.key, self.default)
+        found = config.take(self.key)
         if not isinstance(found, str) or found not in self.values:
             raise config.wrong(self.key, found, " or ".join(self.values))
         return {self.name: self.values[found]}
@@ -149,14 +156,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class Only:
-    """A key of which Weft supports some values; they need no field. The first is the default."""
+    """A key of which Weft supports some values; they need no field. The first is the default of a key that
+    transformers' config class does not declare."""
 
     key: str
     values: tuple[Any, ...]
 
     def read(self, config: Config) -> Fields:
         found = config.take(self.key, self.values[0])
-        if found not in self.values:
+        if not any(found == value and (type(found) is bool) == (type(value) is bool) for value in self.values):
             raise config.wrong(self.key, found, " or ".join(map(repr, self.values)))
         return {}
 
@@ -193,12 +201,10 @@ class Fixed:
 
 @dataclass(frozen=True)
 class HeadWidth:
-    """The width of a head: head_dim, else hidden_size / num_attention_heads or a default."""
-
-    default: int | None = None
+    """The width of a head: head_dim, else hidden_size / num_attention_heads."""
 
     def read(self, config: Config) -> Fields:
-        if (given := config.take("head_dim", self.default)) is not None:
+        if (given := config.take("head_dim")) is not None:
             if type(given) is not int or given <= 0:
                 raise config.wrong("head_dim", given, "a whole number above 0")
             return {"head_dim": given}
@@ -223,7 +229,6 @@ def every_layer(config: Config, layers: int) -> list[int]:
 class Windows:
     """The sliding window and the blocks that have it."""
 
-    default: int | None = None
     switch: str | None = None
     """A key without which there is no window."""
     layers: DefaultLayers = every_layer
@@ -231,8 +236,7 @@ class Windows:
     """Whether the config can list the kind of each block."""
 
     def read(self, config: Config) -> Fields:
-        default = None if "sliding_window" in config.raw else self.default  # null turns it off
-        window, count = config.take("sliding_window", default), config.number("num_hidden_layers")
+        window, count = config.take("sliding_window"), config.number("num_hidden_layers")
         on = self.switch is None or bool(config.take(self.switch, False))
         kinds = config.take("layer_types") if self.listed else None
         chosen = self.layers(config, count)
@@ -266,14 +270,18 @@ class ExpertKeys:
 
     keys: Mapping[str, str]
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
     other_keys: Mapping[str, str] = field(default_factory=dict)
     """By field, another key under which newer configs have it."""
 
     def read(self, config: Config) -> Fields:
-        found = {n: config.take(key, self.defaults.get(n)) for n, key in self.keys.items()}
-        found |= {n: config.take(key, found[n]) for n, key in self.other_keys.items()}
-        return {"experts": {"balance": "none", **self.fixed, **{n: v for n, v in found.items() if v is not None}}}
+        values = {n: config.take(key) for n, key in self.keys.items()}
+        values |= {n: config.take(key, values[n]) for n, key in self.other_keys.items()}
+        for name, value in values.items():
+            if value is None and name != "renormalize":  # null is false there
+                raise config.wrong(self.keys[name], value, "a whole number")
+        if "renormalize" in values:
+            values["renormalize"] = bool(values["renormalize"])
+        return {"experts": {"balance": "none", **self.fixed, **values}}
 
     def write(self, model: Model) -> Fields:
         if model.experts is None:

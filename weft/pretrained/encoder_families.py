@@ -54,13 +54,14 @@ _MASKED_HEAD: Names = {
     "transform.{p}": "cls.predictions.transform.dense.{p}",
     "norm.{p}": "cls.predictions.transform.LayerNorm.{p}",
     "head.weight": "cls.predictions.decoder.weight",
-    "head.bias": "cls.predictions.bias",
+    "head.bias": "cls.predictions.{untied}bias",
 }
 _LABEL_HEAD: Names = {"head.pooler.{p}": "bert.pooler.dense.{p}", "head.{p}": "classifier.{p}"}
 _KEYS = (
-    *SIZES, Key("token_types", "type_vocab_size", 2), Key("norm_eps", "layer_norm_eps", 1e-12),
-    Choice("activation", "hidden_act", PLAIN, "gelu"),
-    Only("position_embedding_type", ("absolute",)), Only("is_decoder", (False,)), Only("add_cross_attention", (False,)),
+    *SIZES, Key("token_types", "type_vocab_size"), Key("norm_eps", "layer_norm_eps"),
+    Choice("activation", "hidden_act", PLAIN),
+    Only("position_embedding_type", ("absolute", None)), Only("is_decoder", (False,)),
+    Only("add_cross_attention", (False,)),
     Without((
         "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
         "pooler_size_per_head", "pooler_type",
@@ -75,8 +76,8 @@ class T5Layers:
     """Blocks of the encoder, and of both together."""
 
     def read(self, config: Config) -> Fields:
-        encoder = config.number("num_layers", 6)
-        return {"encoder_layers": encoder, "layers": encoder + config.number("num_decoder_layers", encoder)}
+        encoder = config.number("num_layers")
+        return {"encoder_layers": encoder, "layers": encoder + (config.take("num_decoder_layers") or encoder)}
 
     def write(self, model: Model) -> Fields:
         encoder = model.encoder_layers or 0
@@ -95,7 +96,7 @@ class T5Activation:
     """feed_forward_proj, which dense_act_fn and is_gated_act repeat."""
 
     def read(self, config: Config) -> Fields:
-        kind = config.take("feed_forward_proj", "relu")
+        kind = config.take("feed_forward_proj")
         if not isinstance(kind, str) or kind not in _T5_ACTIVATIONS:
             raise config.wrong("feed_forward_proj", kind, " or ".join(_T5_ACTIVATIONS))
         activation, function = _T5_ACTIVATIONS[kind]
@@ -109,15 +110,12 @@ class T5Activation:
 
 @dataclass(frozen=True)
 class T5Head:
-    """Whether the head is tied and its input scaled. Older configs have one key for both; newer ones are always tied,
-    and have a head of their own if their files hold one."""
+    """Whether the head is tied and its input scaled. Older configs have one key for both."""
 
     def read(self, config: Config) -> Fields:
-        tied = bool(config.take("tie_word_embeddings", True))
+        tied = config.take("tie_word_embeddings", True) is not False
         scaled = config.take("scale_decoder_outputs", tied)
-        if config.raw.get("scale_decoder_outputs") is False:
-            scaled = False
-        return {"tied": tied, "head_scale": config.number("d_model", 512) ** -0.5 if scaled else 1.0}
+        return {"tied": tied, "head_scale": config.number("d_model") ** -0.5 if scaled else 1.0}
 
     def write(self, model: Model) -> Fields:
         return {"tie_word_embeddings": bool(model.tied), "scale_decoder_outputs": model.head_scale != 1.0}
@@ -151,20 +149,21 @@ T5: Names = {
     "head.weight": "lm_head.weight",
 }  # fmt: skip
 _T5_KEYS = (
-    SizeKey("dim", "d_model", 512), SizeKey("head_dim", "d_kv", 64), SizeKey("ffn", "d_ff", 2048),
-    SizeKey("heads", "num_heads", 8), SizeKey("vocab", "vocab_size", 32128), T5Layers(), T5Activation(), T5Head(),
-    SizeKey("position_buckets", "relative_attention_num_buckets", 32),
-    SizeKey("position_limit", "relative_attention_max_distance", 128), Key("norm_eps", "layer_norm_epsilon", 1e-6),
-    Only("decoder_start_token_id", (0,)), Only("pad_token_id", (0,)), Only("is_decoder", (False,)),
-    Without(("n_positions", "output_past")),
+    SizeKey("dim", "d_model"), SizeKey("head_dim", "d_kv"), SizeKey("ffn", "d_ff"),
+    SizeKey("heads", "num_heads"), SizeKey("vocab", "vocab_size"), T5Layers(), T5Activation(), T5Head(),
+    SizeKey("position_buckets", "relative_attention_num_buckets"),
+    SizeKey("position_limit", "relative_attention_max_distance"), Key("norm_eps", "layer_norm_epsilon"),
+    Only("decoder_start_token_id", (0, None)), Only("pad_token_id", (0, None)), Only("is_decoder", (False,)),
+    Only("is_encoder_decoder", (True,)), Without(("n_positions", "output_past")),
 )  # fmt: skip
 
 ENCODER_FAMILIES = (
     PretrainedFamily(
         "bert", "BERT", "BertForMaskedLM", "bert",
-        (*_KEYS, Fixed({"tied": True}), Only("tie_word_embeddings", (True,))),
+        (*_KEYS, Key("tied", "tie_word_embeddings", True)),
         BERT | _MASKED_HEAD, "bert.",
-        (_POSITIONS, "bert.pooler.*", "pooler.*", "cls.seq_relationship.*", "cls.predictions.decoder.bias"),
+        (_POSITIONS, "bert.pooler.*", "pooler.*", "cls.seq_relationship.*", "cls.predictions*.bias"),
+        repeats={"cls.predictions.decoder.bias": "cls.predictions.bias"},
         also_reads=("BertModel", "BertForPreTraining"), fresh=("transform.*", "norm.*", "head.*"),
         older_endings=_OLDER,
     ),
@@ -179,6 +178,7 @@ ENCODER_FAMILIES = (
         "t5", "T5, T5 v1.1 and Flan-T5", "T5ForConditionalGeneration", "t5", _T5_KEYS, T5, "",
         ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight",
          "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"),
-        untied_head="lm_head.weight",
+        always_tied=True,
+        repeats={f"{part}.embed_tokens.weight": "shared.weight" for part in ("encoder", "decoder")},
     ),
 )  # fmt: skip

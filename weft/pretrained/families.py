@@ -38,6 +38,7 @@ from weft.pretrained.family_parts import (
     GemmaScales,
     Gpt2Width,
     GroupsOfExperts,
+    KeyHeads,
     LatentKeys,
     Mxfp4Blocks,
     QwenShared,
@@ -49,11 +50,11 @@ from weft.pretrained.rope_config import LatentRope, LocalRope, OriginalLength, R
 
 
 def _after_first(config: Config, layers: int) -> list[int]:
-    return list(range(layers))[config.take("max_window_layers", 28) :]
+    return [i for i in range(layers) if i >= config.take("max_window_layers")]
 
 
 def _even_ones(config: Config, layers: int) -> list[int]:
-    return list(range(layers))[: config.take("max_window_layers", 28) : 2]
+    return [i for i in range(0, layers, 2) if i < config.take("max_window_layers")]
 
 
 def _all_ones(config: Config, layers: int) -> list[int]:
@@ -66,16 +67,16 @@ def _every_other(config: Config, layers: int) -> list[int]:
 
 
 def _all_but_each_sixth(config: Config, layers: int) -> list[int]:
-    every = config.take("sliding_window_pattern", config.take("_sliding_window_pattern", 6))
+    config.take("_sliding_window_pattern")  # transformers writes it and does not read it
+    every = config.number("sliding_window_pattern", 6)
     return [i for i in range(layers) if (i + 1) % every]
 
 
 _TIED, _UNTIED = Key("tied", "tie_word_embeddings", True), Key("tied", "tie_word_embeddings", False)
-_QWEN_EXPERTS = ExpertKeys(
-    {"count": "num_experts", "top_k": "num_experts_per_tok", "ffn": "moe_intermediate_size",
-     "renormalize": "norm_topk_prob"},
-    defaults={"renormalize": False}, other_keys={"count": "num_local_experts"},
-)  # fmt: skip
+_QWEN_KEYS = {
+    "count": "num_experts", "top_k": "num_experts_per_tok", "ffn": "moe_intermediate_size",
+    "renormalize": "norm_topk_prob",
+}  # fmt: skip
 
 _DEEPSEEK_EXPERTS = {
     "count": "n_routed_experts", "top_k": "num_experts_per_tok", "ffn": "moe_intermediate_size",
@@ -95,87 +96,88 @@ for entry in (
     PretrainedFamily(
         "llama", "Llama 2 and 3", "LlamaForCausalLM", "llama",
         (*llama_like(), HeadWidth(), _UNTIED, Rope(), Flags(("qkv_bias", "out_bias"), "attention_bias"),
-         Key("mlp_bias", "mlp_bias", False)),
+         Key("mlp_bias", "mlp_bias")),
         LLAMA,
     ),
     PretrainedFamily(
         "gpt2", "GPT-2", "GPT2LMHeadModel", "gpt2",
-        (SizeKey("dim", "n_embd", 768), SizeKey("layers", "n_layer", 12), SizeKey("heads", "n_head", 12), Gpt2Width(),
-         SizeKey("vocab", "vocab_size", 50257), SizeKey("max_len", "n_positions", 1024), _TIED,
-         Key("norm_eps", "layer_norm_epsilon", 1e-5), Choice("activation", "activation_function", PLAIN, "gelu_new"),
+        (SizeKey("dim", "n_embd"), SizeKey("layers", "n_layer"), SizeKey("heads", "n_head"), Gpt2Width(),
+         SizeKey("vocab", "vocab_size"), SizeKey("max_len", "n_positions"), _TIED,
+         Key("norm_eps", "layer_norm_epsilon"), Choice("activation", "activation_function", PLAIN),
          Only("scale_attn_weights", (True,)), Without(("reorder_and_upcast_attn", "n_ctx"))),
         GPT2, "transformer.", ("*.attn.bias", "*.attn.masked_bias"),
     ),
     PretrainedFamily(
         "mistral", "Mistral", "MistralForCausalLM", "llama",
-        (*llama_like(), HeadWidth(), _UNTIED, Rope(), Windows(4096, listed=False)), LLAMA,
+        (*llama_like(), HeadWidth(), _UNTIED, Rope(), Windows(listed=False)), LLAMA,
     ),
     PretrainedFamily(
         "qwen2", "Qwen2 and Qwen2.5", "Qwen2ForCausalLM", "llama",
         (*llama_like(), HeadWidth(), _UNTIED, Rope(), Fixed({"qkv_bias": True}),
-         Windows(4096, "use_sliding_window", _after_first)),
+         Windows("use_sliding_window", _after_first)),
         LLAMA,
     ),
     PretrainedFamily(
         "qwen3", "Qwen3", "Qwen3ForCausalLM", "llama",
-        (*llama_like(), HeadWidth(128), _UNTIED, Rope(), Fixed({"qk_norm": True}),
-         Flags(("qkv_bias", "out_bias"), "attention_bias"), Windows(4096, "use_sliding_window", _after_first)),
+        (*llama_like(), HeadWidth(), _UNTIED, Rope(), Fixed({"qk_norm": True}),
+         Flags(("qkv_bias", "out_bias"), "attention_bias"), Windows("use_sliding_window", _after_first)),
         LLAMA,
     ),
     PretrainedFamily(
         "mixtral", "Mixtral", "MixtralForCausalLM", "llama",
-        (*llama_like(1e-5), HeadWidth(), _UNTIED, Rope(1e6), Windows(listed=False), Only("router_jitter_noise", (0.0,)),
+        (*llama_like(), HeadWidth(), _UNTIED, Rope(), Windows(listed=False), Only("router_jitter_noise", (0.0,)),
          ExpertKeys({"count": "num_local_experts", "top_k": "num_experts_per_tok", "ffn": "intermediate_size"},
-                    {"renormalize": True}, {"count": 8, "top_k": 2})),
+                    {"renormalize": True})),
         MIXTRAL,
     ),
     PretrainedFamily(
         "qwen2_moe", "Qwen1.5-MoE and Qwen2-MoE", "Qwen2MoeForCausalLM", "llama",
-        (*llama_like(), HeadWidth(), _UNTIED, Rope(), Flags(("qkv_bias",), "qkv_bias", True),
-         Windows(4096, "use_sliding_window", _even_ones), _QWEN_EXPERTS, QwenShared(), SparseLayers()),
+        (*llama_like(), HeadWidth(), _UNTIED, Rope(), Flags(("qkv_bias",), "qkv_bias"),
+         Windows("use_sliding_window", _even_ones), ExpertKeys(_QWEN_KEYS), QwenShared(), SparseLayers()),
         QWEN_MOE,
     ),
     PretrainedFamily(
         "qwen3_moe", "Qwen3-MoE", "Qwen3MoeForCausalLM", "llama",
         (*llama_like(), HeadWidth(), _UNTIED, Rope(), Fixed({"qk_norm": True}),
          Flags(("qkv_bias", "out_bias"), "attention_bias"),
-         Windows(4096, "use_sliding_window", _all_ones, listed=False), _QWEN_EXPERTS, SparseLayers()),
+         Windows("use_sliding_window", _all_ones, listed=False),
+         ExpertKeys(_QWEN_KEYS, other_keys={"count": "num_local_experts"}), SparseLayers()),
         QWEN_MOE,
     ),
     PretrainedFamily(
         "olmo2", "OLMo 2", "Olmo2ForCausalLM", "llama",
-        (*llama_like(1e-5), HeadWidth(), _UNTIED, Rope(), Fixed({"qk_norm": "all", "norm_at": "output"}),
+        (*llama_like(), HeadWidth(), _UNTIED, Rope(), Fixed({"qk_norm": "all", "norm_at": "output"}),
          Flags(("qkv_bias", "out_bias"), "attention_bias")),
         ENDS | OUT_NORMS | ATTENTION | MLP,
     ),
     PretrainedFamily(
         "gemma3_text", "Gemma 3 (text)", "Gemma3ForCausalLM", "llama",
-        (*llama_like(activation_key="hidden_activation", activation="gelu_pytorch_tanh"), HeadWidth(256), _TIED,
-         LocalRope(), GemmaScales(), Windows(4096, None, _all_but_each_sixth),
+        (*llama_like("hidden_activation"), HeadWidth(), _TIED,
+         LocalRope(), GemmaScales(), Windows(None, _all_but_each_sixth),
          Fixed({"qk_norm": True, "norm_at": "both", "norm": "rmsnorm_offset"}),
          Flags(("qkv_bias", "out_bias"), "attention_bias")),
         ENDS | BOTH_NORMS | ATTENTION | MLP,
     ),
     PretrainedFamily(
         "phi3", "Phi-3 and Phi-4-mini", "Phi3ForCausalLM", "llama",
-        (*llama_like(1e-5), HeadWidth(), _UNTIED, Rope(partial=True, kinds=("default", "longrope"), original_len=4096),
+        (*llama_like(), HeadWidth(), _UNTIED, Rope(partial=True, kinds=("default", "longrope")),
          Windows(listed=False), OriginalLength()),
         PHI3,
     ),
     PretrainedFamily(
         "gpt_neox", "GPT-NeoX and Pythia", "GPTNeoXForCausalLM", "llama",
-        (*SIZES, HeadWidth(), _UNTIED, Rope(10_000.0, "rotary_emb_base", 0.25, "rotary_pct", partial=True),
-         Key("norm_eps", "layer_norm_eps", 1e-5), Choice("activation", "hidden_act", PLAIN, "gelu"),
-         Key("parallel_residual", "use_parallel_residual", True),
-         Flags(("qkv_bias", "out_bias"), "attention_bias", True),
+        (*SIZES, HeadWidth(), _UNTIED, Rope("rotary_emb_base", 0.25, "rotary_pct", partial=True),
+         Key("norm_eps", "layer_norm_eps"), Choice("activation", "hidden_act", PLAIN),
+         Key("parallel_residual", "use_parallel_residual"),
+         Flags(("qkv_bias", "out_bias"), "attention_bias"),
          Fixed({"norm": "layernorm", "bias": True, "mlp_bias": True})),
         NEOX, "gpt_neox.", ("*.attention.rotary_emb.inv_freq", "*.attention.bias", "*.attention.masked_bias"),
     ),
     PretrainedFamily(
         "deepseek_v2", "DeepSeek-V2", "DeepseekV2ForCausalLM", "llama",
         (*llama_like(), _UNTIED, LatentRope(), LatentKeys(),
-         ExpertKeys(_DEEPSEEK_EXPERTS, {"renormalize": False}, {"scale": 1.0, "first_dense": 0, "shared": 2}),
-         GroupsOfExperts(), Only("norm_topk_prob", (False,)), Only("scoring_func", ("softmax",)), *_DEEPSEEK_TRAINING),
+         ExpertKeys(_DEEPSEEK_EXPERTS, {"renormalize": False}), GroupsOfExperts(),
+         Only("norm_topk_prob", (False, None)), Only("scoring_func", ("softmax",)), *_DEEPSEEK_TRAINING),
         DEEPSEEK,
     ),
     PretrainedFamily(
@@ -183,23 +185,22 @@ for entry in (
         (*llama_like(), _UNTIED, LatentRope(), LatentKeys(),
          ExpertKeys({**_DEEPSEEK_EXPERTS, "groups": "n_group", "top_groups": "topk_group",
                      "renormalize": "norm_topk_prob"},
-                    {"router": "sigmoid", "balance": "bias"},
-                    {"scale": 2.5, "first_dense": 3, "shared": 1, "groups": 8, "top_groups": 4, "renormalize": True}),
+                    {"router": "sigmoid", "balance": "bias"}),
          Only("rope_interleave", (True,)), Only("scoring_func", ("sigmoid",)), Only("topk_method", ("noaux_tc",)),
          *_DEEPSEEK_TRAINING),
         DEEPSEEK, ignored=("*.rotary_emb.inv_freq", "model.layers.{layers}.*"),  # the last predicts a further token
     ),
     PretrainedFamily(
         "gpt_oss", "gpt-oss", "GptOssForCausalLM", "llama",
-        (*SIZES, Key("kv_heads", "num_key_value_heads"), Key("norm_eps", "rms_norm_eps", 1e-5), HeadWidth(64), _UNTIED,
-         Rope(150_000.0, scaling=_GPT_OSS_YARN), Windows(128, None, _every_other),
+        (*SIZES, KeyHeads(), Key("norm_eps", "rms_norm_eps"), HeadWidth(), _UNTIED,
+         Rope(scaling=_GPT_OSS_YARN), Windows(None, _every_other),
          Fixed({"sinks": True, "activation": "swiglu_clamped"}),
-         Flags(("qkv_bias", "out_bias"), "attention_bias", True),
-         Key("swiglu_limit", "swiglu_limit", 7.0), Key("swiglu_alpha", "swiglu_alpha", 1.702),
+         Flags(("qkv_bias", "out_bias"), "attention_bias"),
+         Key("swiglu_limit", "swiglu_limit"), Key("swiglu_alpha", "swiglu_alpha"),
          Only("hidden_act", ("silu",)), Only("output_router_logits", (False,)), Mxfp4Blocks(),
          ExpertKeys({"count": "num_local_experts", "top_k": "num_experts_per_tok", "ffn": "intermediate_size"},
-                    {"renormalize": True, "biases": True}, {"count": 128, "top_k": 4}, {"top_k": "experts_per_token"}),
-         Without(("initial_context_length",))),
+                    {"renormalize": True, "biases": True}),
+         Without(("initial_context_length", "experts_per_token"))),
         GPT_OSS,
     ),
     *ENCODER_FAMILIES,

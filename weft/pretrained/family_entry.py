@@ -34,7 +34,7 @@ class PretrainedFamily:
     """How keys of a config become fields of the model."""
     names: Mapping[str, str | Fused]
     """By the name of a parameter, that of the tensor in a file; {i} is a block, {e} an expert, {p} weight or bias,
-    {gated} _1 in a model with a gate."""
+    {gated} _1 in a model with a gate, {untied} `decoder.` in a model whose head is not tied."""
     prefix: str = "model."
     """Prefix of the names that files of the bare model leave out."""
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
@@ -47,10 +47,18 @@ class PretrainedFamily:
     """Patterns of parameters that files of those may lack: they get initial values."""
     older_endings: Mapping[str, str] = field(default_factory=dict)
     """Endings of names in older files, and those of today."""
-    untied_head: str = ""
-    """Tensor that a file holds if the head is not tied, where the config does not say so."""
+    always_tied: bool = False
+    """Whether transformers ties the head whatever the config says."""
+    repeats: Mapping[str, str] = field(default_factory=dict)
+    """Tensors beside the head that transformers ties with it, and the tensor that each repeats."""
     labels: bool = False
     """Whether it gives one label a sample."""
+
+    @property
+    def head(self) -> tuple[str, str] | None:
+        """The names of the head and of the embedding that it may be tied to; None if the family has no such head."""
+        head, embedding = self.names.get("head.weight"), self.names.get("embed.weight")
+        return (head, embedding) if isinstance(head, str) and isinstance(embedding, str) else None
 
     @property
     def kind(self) -> str:

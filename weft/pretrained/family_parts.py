@@ -22,11 +22,23 @@ SIZES: tuple[Converter, ...] = (
 )  # fmt: skip
 
 
-def llama_like(eps: float = 1e-6, activation_key: str = "hidden_act", activation: str = "silu") -> tuple[Any, ...]:
+@dataclass(frozen=True)
+class KeyHeads:
+    """The number of key heads; null is one a head."""
+
+    def read(self, config: Config) -> Fields:
+        count = config.take("num_key_value_heads")
+        return {} if count is None else {"kv_heads": count}
+
+    def write(self, model: Model) -> Fields:
+        return {"num_key_value_heads": model.kv_heads or model.heads}
+
+
+def llama_like(activation_key: str = "hidden_act") -> tuple[Any, ...]:
     """The converters that relatives of Llama share."""
     return (
-        *SIZES, Key("kv_heads", "num_key_value_heads"), Key("norm_eps", "rms_norm_eps", eps),
-        Choice("activation", activation_key, GATED, activation),
+        *SIZES, KeyHeads(), Key("norm_eps", "rms_norm_eps"),
+        Choice("activation", activation_key, GATED),
     )  # fmt: skip
 
 
@@ -36,7 +48,7 @@ class Gpt2Width:
 
     def read(self, config: Config) -> Fields:
         given = config.take("n_inner")
-        return {"ffn": 4 * config.number("n_embd", 768) if given is None else given}
+        return {"ffn": 4 * config.number("n_embd") if given is None else given}
 
     def write(self, model: Model) -> Fields:
         return {"n_inner": model.ffn}
@@ -47,11 +59,11 @@ class GemmaScales:
     """Scores are scaled by query_pre_attn_scalar, and embeddings by √hidden_size."""
 
     def read(self, config: Config) -> Fields:
-        scalar, dim = config.take("query_pre_attn_scalar", 256), config.number("hidden_size")
+        scalar, dim = config.take("query_pre_attn_scalar"), config.number("hidden_size")
         if type(scalar) not in (int, float) or not 0 < scalar < 2**31:
             raise config.wrong("query_pre_attn_scalar", scalar, "a number above 0")
         out: Fields = {"embedding_scale": dim**0.5}
-        return out if scalar == config.take("head_dim", 256) else out | {"attention_scale": scalar**-0.5}
+        return out if scalar == config.take("head_dim") else out | {"attention_scale": scalar**-0.5}
 
     def write(self, model: Model) -> Fields:
         scale = model.attention_scale
@@ -64,7 +76,7 @@ class SparseLayers:
 
     def read(self, config: Config) -> Fields:
         Only("decoder_sparse_step", (1,)).read(config)
-        dense = config.take("mlp_only_layers", [])
+        dense = config.take("mlp_only_layers") or []
         if not isinstance(dense, list) or dense != list(range(len(dense))):
             raise config.wrong("mlp_only_layers", dense, "the first blocks, such as [0, 1], or none")
         return {"experts": {"first_dense": len(dense)}}
@@ -91,8 +103,8 @@ class LatentKeys:
     """Widths of multi-head latent attention."""
 
     def read(self, config: Config) -> Fields:
-        ranks = {"kv_rank": config.number("kv_lora_rank", 512), "v_dim": config.number("v_head_dim", 128)}
-        if (given := config.take("q_lora_rank", None if "q_lora_rank" in config.raw else 1536)) is not None:
+        ranks = {"kv_rank": config.number("kv_lora_rank"), "v_dim": config.number("v_head_dim")}
+        if (given := config.take("q_lora_rank")) is not None:
             ranks["q_rank"] = given
         return {"latent": ranks}
 
@@ -110,7 +122,7 @@ class Fp8Blocks:
     """Weights in fp8 with a scale for each block, which the reader multiplies."""
 
     def read(self, config: Config) -> Fields:
-        found = config.take("quantization_config", {})
+        found = config.take("quantization_config") or {}
         blocks = found.get("weight_block_size") if isinstance(found, dict) else None
         sizes = isinstance(blocks, list) and len(blocks) == 2 and all(type(b) is int and 0 < b <= 2**20 for b in blocks)
         if found and not (found.get("quant_method") == "fp8" and sizes):
@@ -126,7 +138,7 @@ class Mxfp4Blocks:
     """Experts in MXFP4, which the reader converts to bf16."""
 
     def read(self, config: Config) -> Fields:
-        found = config.take("quantization_config", {})
+        found = config.take("quantization_config") or {}
         if found and not (isinstance(found, dict) and found.get("quant_method") == "mxfp4"):
             raise config.wrong("quantization_config", found, "none or mxfp4")
         return {}
@@ -141,9 +153,13 @@ class GroupsOfExperts:
 
     def read(self, config: Config) -> Fields:
         method, groups, top = (config.take(k) for k in ("topk_method", "n_group", "topk_group"))
-        if method not in (None, "greedy", "group_limited_greedy"):
+        if method not in ("greedy", "group_limited_greedy"):
             raise config.wrong("topk_method", method, "greedy or group_limited_greedy")
-        return {"experts": {"groups": groups, "top_groups": top}} if method == "group_limited_greedy" and groups else {}
+        if method == "greedy":
+            return {}
+        if groups is None or top is None:
+            raise config.wrong("n_group, topk_group", (groups, top), f"two numbers with topk_method={method}")
+        return {"experts": {"groups": groups, "top_groups": top}}
 
     def write(self, model: Model) -> Fields:
         if model.experts is None or model.experts.groups == 1:

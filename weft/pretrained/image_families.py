@@ -25,7 +25,7 @@ class ImageSize:
     """The size of images and of their patches, which give the number of positions."""
 
     def read(self, config: Config) -> Fields:
-        sizes, patches = self._pair(config, "image_size", 224), self._pair(config, "patch_size", 16)
+        sizes, patches = self._pair(config, "image_size"), self._pair(config, "patch_size")
         if patches[0] != patches[1]:
             raise config.wrong("patch_size", config.raw["patch_size"], "square patches")
         patch = patches[0]
@@ -34,8 +34,8 @@ class ImageSize:
         count = (sizes[0] // patch) * (sizes[1] // patch)
         return {"image": sizes, "patch": patch, "max_len": count + 1}
 
-    def _pair(self, config: Config, key: str, default: int) -> tuple[int, int]:
-        found = config.take(key, default)
+    def _pair(self, config: Config, key: str) -> tuple[int, int]:
+        found = config.take(key)
         pair = tuple(found) if isinstance(found, list | tuple) else (found, found)
         if len(pair) != 2 or any(type(side) is not int or not 0 < side <= 65_536 for side in pair):
             raise config.wrong(key, found, "a whole number of pixels above 0, or two of them")
@@ -68,11 +68,11 @@ VIT: Names = {
 IMAGE_FAMILIES = (
     PretrainedFamily(
         "vit", "ViT", "ViTForImageClassification", "vit",
-        (SizeKey("dim", "hidden_size", 768), SizeKey("layers", "num_hidden_layers", 12),
-         SizeKey("heads", "num_attention_heads", 12), SizeKey("ffn", "intermediate_size", 3072),
-         SizeKey("channels", "num_channels", 3), HeadWidth(), ImageSize(), Labels("vocab"),
-         Key("norm_eps", "layer_norm_eps", 1e-12), Key("qkv_bias", "qkv_bias", True),
-         Choice("activation", "hidden_act", PLAIN, "gelu"), Fixed({"class_token": True}),
+        (SizeKey("dim", "hidden_size"), SizeKey("layers", "num_hidden_layers"),
+         SizeKey("heads", "num_attention_heads"), SizeKey("ffn", "intermediate_size"),
+         SizeKey("channels", "num_channels"), HeadWidth(), ImageSize(), Labels("vocab"),
+         Key("norm_eps", "layer_norm_eps"), Key("qkv_bias", "qkv_bias"),
+         Choice("activation", "hidden_act", PLAIN), Fixed({"class_token": True}),
          Without(("encoder_stride", "pooler_act", "pooler_output_size", "tie_word_embeddings"))),
         VIT, "vit.", ("*pooler.*", "*embeddings.mask_token"), also_reads=("ViTModel",), fresh=("head.*",),
     ),

@@ -11,6 +11,7 @@ from typing import Any
 
 from weft.data.cache_folder import cache_folder
 from weft.job.errors import JobError
+from weft.pretrained.checked_files import checked_file
 from weft.pretrained.checkpoint_folder import TOKENIZER
 
 NAMES = ("tokenizer.bin", "tok*.bin")
@@ -21,11 +22,9 @@ MAX_BYTES = 64 << 20
 
 def converted_tokenizer(folder: Path) -> Path | None:
     """The tokenizer.json made from a llama2.c tokenizer of a folder, in the cache; None if it has none."""
-    source = next((path for name in NAMES for path in sorted(folder.glob(name)) if path.is_file()), None)
-    if source is None:
+    files = (checked_file(path, most=MAX_BYTES) for name in NAMES for path in sorted(folder.glob(name)))
+    if (source := next(filter(None, files), None)) is None:
         return None
-    if source.stat().st_size > MAX_BYTES:
-        raise JobError(f"{source} has more than {MAX_BYTES >> 20} MiB, which is no tokenizer of llama2.c")
     content = source.read_bytes()
     path = cache_folder("tokenizers") / f"{zlib.crc32(content):08x}-{len(content)}" / TOKENIZER
     if not path.is_file():

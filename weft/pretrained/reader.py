@@ -114,6 +114,7 @@ class PretrainedWeights:
         config = read_json(self.folder / CONFIG)
         written_by, fields = read_fields(config, str(self.folder / CONFIG))
         self.family = family_of(written_by.kind, labels=bool(model.classes))
+        self.config_tied = bool(fields.get("tied")) or self.family.always_tied
         self.may_lack = self.family.fresh if self.family.architecture not in (config.get("architectures") or ()) else ()
         self.new_labels = model.takes_patches and fields.get("vocab") != model.vocab
         """Whether the head has other labels than the files."""
@@ -164,6 +165,10 @@ class PretrainedWeights:
         if not any(n.startswith(bare) for n in found) and any(bare + n in expected for n in today.values()):
             today = {n: bare + name if bare + name in expected else name for n, name in today.items()}
         self.where = {name: (found[n], n) for n, name in today.items()}
+        for one, other in self._repeats():
+            for name, repeated in ((one, other), (other, one)):
+                if name not in self.where and name in expected and repeated in self.where:
+                    self.where[name] = self.where[repeated]
         for tensor in list(self.tensors):
             need: Shape | None = tensor.shape(self.model)
             if self.mxfp4 and tensor.name + BLOCKS in self.where and (both := mxfp4_shapes(tensor.shape(self.model))):
@@ -192,6 +197,13 @@ class PretrainedWeights:
             if name not in expected and not self._is_ignored(name):
                 raise JobError(f"{self.folder} holds {name!r}, which a model of {self.family.help} does not have")
 
+    def _repeats(self) -> Iterator[tuple[str, str]]:
+        """Pairs of tensors of which the files may have only one."""
+        if self.config_tied:
+            yield from self.family.repeats.items()
+            if self.model.tied and self.family.head:
+                yield self.family.head
+
     def _name_today(self, name: str) -> str:
         for ending, new in self.family.older_endings.items():
             if name.endswith(ending):
@@ -200,7 +212,7 @@ class PretrainedWeights:
 
     def _is_ignored(self, name: str) -> bool:
         """Whether a tensor of a file is no parameter, or repeats the embedding that the head is tied to."""
-        tied = self.model.tied and name == _head_name(self.family.names)
+        tied = self.model.tied and self.family.head and name == self.family.head[0]
         patterns = (pattern.replace("{layers}", str(self.model.layers)) for pattern in self.family.ignored)
         scale = bool(self.blocks) and name.endswith(SCALE)
         return bool(tied) or scale or any(fnmatchcase(name, pattern) for pattern in patterns)
@@ -267,19 +279,25 @@ class PretrainedWeights:
                 if part in wanted:
                     copy_part(part, value[0], targets[part.name])
 
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype of each parameter in the files, by name."""
-        found: dict[str, torch.dtype] = dict.fromkeys(self.fresh, torch.float32)
-        by_file: dict[str, list[FileTensor]] = {}
+    def file_dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each tensor in the files, by the family's name of it."""
+        dtypes: dict[str, torch.dtype] = {}
+        by_file: dict[str, list[str]] = {}
         for tensor in self.tensors:
-            by_file.setdefault(self.where[tensor.name][0], []).append(tensor)
-        for file, tensors in by_file.items():
+            by_file.setdefault(self.where[tensor.name][0], []).append(tensor.name)
+        for file, names in by_file.items():
             with open_file(self.folder / file, self.files.format) as opened:
-                for tensor in tensors:
-                    dtype = opened.dtype(self.where[tensor.name][1])
-                    for part in tensor.parts:
-                        found[part.name] = torch.promote_types(found.get(part.name, dtype), dtype)
-        return found
+                dtypes |= {name: opened.dtype(self.where[name][1]) for name in names}
+        return dtypes
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each parameter: the widest of the tensors that hold it."""
+        widest, dtypes = dict.fromkeys(self.fresh, torch.float32), self.file_dtypes()
+        for tensor in self.tensors:
+            for part in tensor.parts:
+                dtype = dtypes[tensor.name]
+                widest[part.name] = torch.promote_types(widest.get(part.name, dtype), dtype)
+        return widest
 
     def load(self, name: str, dtype: torch.dtype) -> Tensor:
         """One whole parameter."""
@@ -315,8 +333,11 @@ def copy_part(part: TensorPart, value: Tensor, target: Tensor) -> None:
         local.copy_(value[box])
 
 
-def _head_name(names: Mapping[str, Any]) -> str:
-    return str(names["head.weight"])
+def equal_tensors(one: tuple[Path, str], other: tuple[Path, str], kind: str) -> bool:
+    """Whether two tensors have the same type, shape and values; each is a file and a name in it."""
+    with open_file(one[0], kind) as first, open_file(other[0], kind) as second:
+        a, b = first.tensor(one[1]), second.tensor(other[1])
+        return a.dtype == b.dtype and torch.equal(a, b)
 
 
 def from_hf(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.job.schema import Model
-from weft.pretrained.config_fields import Config, Fields, Without
+from weft.pretrained.config_fields import Config, Fields
 
 _KEYS = {
     "default": {},
@@ -28,6 +28,11 @@ _KEYS = {
     },
 }  # fmt: skip
 """By rope_type, the keys that it has and the fields of model.rope_scaling that they set."""
+_NEEDED = {
+    "linear": ("factor",), "dynamic": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",), "longrope": ("short_factor", "long_factor"),
+}  # fmt: skip
+"""By rope_type, the keys without which transformers does not build a model; the factor of yarn may be null."""
 _ALIASES = {"su": "longrope"}
 _MSCALES = ("mscale", "mscale_all_dim")
 """Keys of yarn that set the attention factor if a config does not give it."""
@@ -38,7 +43,6 @@ _LENGTHS = "max_position_embeddings"
 class Rope:
     """Rotary positions. `theta_key` and `share_key` are the names under which older configs have them."""
 
-    theta: float = 10_000.0
     theta_key: str = "rope_theta"
     share: float = 1.0
     """Rotated share of a head, if a config does not give it."""
@@ -47,20 +51,13 @@ class Rope:
     """Whether models of the family can rotate a part of a head."""
     kinds: tuple[str, ...] = tuple(_KEYS)
     scaling: Mapping[str, Any] = field(default_factory=dict)
-    """Scaling of a config that has none of the keys."""
-    original_len: int | None = None
-    """original_max_position_embeddings of a config without the key."""
+    """Scaling of a config whose rope_parameters are null or left out."""
 
     def read(self, config: Config) -> Fields:
-        parameters = config.take("rope_parameters") or {}
-        scaling = config.take("rope_scaling") or parameters or self.scaling
-        old_theta, old_share = config.take(self.theta_key, self.theta), config.take(self.share_key, self.share)
-        for key, found in (("rope_parameters", parameters), ("rope_scaling", scaling)):
-            if not isinstance(found, Mapping):
-                raise config.wrong(key, found, "an object")
-        theta = parameters.get("rope_theta", scaling.get("rope_theta", old_theta))
-        share = parameters.get("partial_rotary_factor", scaling.get("partial_rotary_factor", old_share))
-        out: Fields = {"positions": "rope", "rope_theta": theta, **read_scaling(config, scaling, self.original_len)}
+        parameters = given_parameters(config, self.scaling)
+        theta = read_theta(config, parameters, config.take(self.theta_key, default_theta(config)))
+        share = parameters.get("partial_rotary_factor", config.take(self.share_key, self.share))
+        out: Fields = {"positions": "rope", "rope_theta": theta, **read_scaling(config, parameters)}
         if type(share) not in (int, float) or not 0 < share <= 1:
             raise config.wrong(self.share_key, share, "a share above 0 and up to 1")
         if share != 1 and not self.partial:
@@ -71,6 +68,7 @@ class Rope:
         if share != 1:
             width = config.take("head_dim") or config.number("hidden_size") // config.number("num_attention_heads")
             out["rope_dim"] = int(width * share)
+        check_factors(config, out)
         return out
 
     def write(self, model: Model) -> Fields:
@@ -86,10 +84,32 @@ class Rope:
         return out | _written_length(model) | {"rope_parameters": parameters}
 
 
-def read_scaling(config: Config, found: Mapping[str, Any], original_len: int | None = None) -> Fields:
-    """model.rope_scaling from rope_scaling or rope_parameters; nothing where positions are not scaled. `original_len`
-    is that of configs which have no original_max_position_embeddings, whatever their scaling says."""
-    kind = found.get("rope_type") or found.get("type") or "default"
+def given_parameters(config: Config, default: Mapping[str, Any]) -> Mapping[str, Any]:
+    """rope_scaling of older configs, else rope_parameters."""
+    parameters, scaling = config.take("rope_parameters"), config.take("rope_scaling")
+    for key, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+        if value is not None and not isinstance(value, Mapping):
+            raise config.wrong(key, value, "an object")
+    return scaling or (default if parameters is None else parameters)
+
+
+def default_theta(config: Config) -> Any:
+    """The base of the rotary positions of a config that has none: that of the model type, else 10,000."""
+    entry = config.declared.get("default_theta")
+    return entry.value if entry else 10_000.0
+
+
+def read_theta(config: Config, parameters: Mapping[str, Any], outer: Any) -> float:
+    """The base in `parameters`, else `outer`, that beside them."""
+    theta = parameters.get("rope_theta", outer)
+    if type(theta) not in (int, float):
+        raise config.wrong("rope_theta", theta, "a number")
+    return theta
+
+
+def read_scaling(config: Config, found: Mapping[str, Any]) -> Fields:
+    """model.rope_scaling from rope_scaling or rope_parameters; nothing where positions are not scaled."""
+    kind = found.get("rope_type", found.get("type", "default"))
     kind = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in _KEYS:
         raise config.wrong("rope_scaling type", kind, " or ".join(_KEYS))
@@ -100,15 +120,21 @@ def read_scaling(config: Config, found: Mapping[str, Any], original_len: int | N
             raise config.wrong(f"rope_scaling {key}", value, f"only {', '.join(known)} with rope_type {kind}")
     if kind == "default":
         return {}
+    for key in _NEEDED[kind]:
+        if key not in found or (found[key] is None and (kind, key) != ("yarn", "factor")):
+            raise config.wrong(f"rope_scaling {key}", found.get(key), f"a value with rope_type {kind}")
     fields = {name: found[key] for key, name in known.items() if found.get(key) is not None}
+    if "truncate" in known and "truncate" in found:
+        fields["truncate"] = bool(found["truncate"])  # null is false
     longest = config.take(_LENGTHS)
     if kind == "dynamic":
         fields["original_len"] = config.number(_LENGTHS)
     if "original_len" in known.values():  # outside of the scaling it has priority, as in transformers
-        outer = config.take("original_max_position_embeddings", original_len)
-        fields["original_len"] = outer or fields.get("original_len") or longest
+        outer = config.take("original_max_position_embeddings")
+        fields["original_len"] = fields.get("original_len", longest) if outer is None else outer
     if "factor" not in fields and longest and fields.get("original_len"):
-        fields["factor"] = max(1.0, longest / fields["original_len"])
+        factor = longest / fields["original_len"]
+        fields["factor"] = max(1.0, factor) if kind == "longrope" else factor  # there it scales only the attention
     scales = [found.get(key) or 0 for key in _MSCALES]
     if not all(type(scale) in (int, float) and 0 <= scale < 100 for scale in scales):
         raise config.wrong("rope_scaling mscale", scales, "numbers from 0")
@@ -116,6 +142,17 @@ def read_scaling(config: Config, found: Mapping[str, Any], original_len: int | N
         above, below = (_yarn_factor(fields.get("factor", 1.0), scale) for scale in scales)
         fields["attention_factor"] = above / below
     return {"rope_scaling": {"kind": kind, **fields}}
+
+
+def check_factors(config: Config, fields: Fields) -> None:
+    """Refuse longrope whose factors are not one for each pair of rotated values."""
+    scaling = fields.get("rope_scaling", {})
+    width = fields.get("rope_dim") or config.take("head_dim")
+    width = width or config.number("hidden_size") // config.number("num_attention_heads")
+    for key, name in (("short_factor", "short_factors"), ("long_factor", "long_factors")):
+        factors = scaling.get(name)
+        if factors is not None and (not isinstance(factors, list) or len(factors) != width // 2):
+            raise config.wrong(f"rope_scaling {key}", factors, f"a list of {width // 2} numbers")
 
 
 def write_scaling(model: Model) -> Fields:
@@ -138,14 +175,14 @@ def _written_length(model: Model) -> Fields:
 class LatentRope:
     """Rotary positions of DeepSeek: a part of each head, scaled by yarn with factors of its own on the attention."""
 
-    theta: float = 10_000.0
-
     def read(self, config: Config) -> Fields:
-        parameters = dict(config.take("rope_parameters") or {})
-        theta = parameters.get("rope_theta", config.take("rope_theta", self.theta))
-        scaling = dict(config.take("rope_scaling") or parameters)
+        scaling = given_parameters(config, {})
+        theta = read_theta(config, scaling, config.take("rope_theta", default_theta(config)))
         rope, plain = config.number("qk_rope_head_dim"), config.number("qk_nope_head_dim")
-        Without(("head_dim", "qk_head_dim")).read(config)
+        for key, width in (("head_dim", rope), ("qk_head_dim", rope + plain)):
+            config.take(key)
+            if key in config.raw and config.raw[key] != width:  # they repeat the others
+                raise config.wrong(key, config.raw[key], str(width))
         out: Fields = {"positions": "rope", "rope_theta": theta, "rope_dim": rope, "head_dim": rope + plain}
         of_all = scaling.get("mscale_all_dim") or 0
         out |= read_scaling(config, scaling)
@@ -188,24 +225,22 @@ class OriginalLength:
 class LocalRope:
     """Rotary positions with another base in blocks that have a sliding window (Gemma 3)."""
 
-    theta: float = 1e6
-    window_theta: float = 1e4
-
     def read(self, config: Config) -> Fields:
-        parameters = config.take("rope_parameters") or {}
-        theta = config.take("rope_theta", self.theta)
-        window_theta = config.take("rope_local_base_freq", self.window_theta)
-        scaling = config.take("rope_scaling") or {}
-        if parameters:
-            if not isinstance(parameters, dict) or not all(isinstance(v, dict) for v in parameters.values()):
-                raise config.wrong("rope_parameters", parameters, "full_attention and sliding_attention")
-            scaling, local = parameters.get("full_attention", {}), parameters.get("sliding_attention", {})
-            theta, window_theta = scaling.get("rope_theta", theta), local.get("rope_theta", window_theta)
-            if read_scaling(config, local):
-                raise config.wrong("rope_parameters sliding_attention", local, "unscaled positions")
-        return {
-            "positions": "rope", "rope_theta": theta, "window_theta": window_theta, **read_scaling(config, scaling),
-        }  # fmt: skip
+        parameters, older = config.take("rope_parameters") or {}, config.take("rope_scaling") or {}
+        if not isinstance(parameters, dict) or any(type(v) not in (dict, type(None)) for v in parameters.values()):
+            raise config.wrong("rope_parameters", parameters, "full_attention and sliding_attention")
+        if not isinstance(older, dict) or (older and "rope_type" not in older):  # transformers does not read `type`
+            raise config.wrong("rope_scaling", older, "an object with rope_type")
+        unscaled, bases = {"rope_type": "default"}, default_theta(config)
+        scaling = {**(parameters.get("full_attention") or unscaled), **older}
+        local = parameters.get("sliding_attention") or unscaled
+        theta = read_theta(config, scaling, config.take("rope_theta", bases["global"]))
+        window_theta = read_theta(config, local, config.take("rope_local_base_freq", bases["local"]))
+        if read_scaling(config, local):
+            raise config.wrong("rope_parameters sliding_attention", local, "unscaled positions")
+        out = {"positions": "rope", "rope_theta": theta, "window_theta": window_theta, **read_scaling(config, scaling)}
+        check_factors(config, out)
+        return out
 
     def write(self, model: Model) -> Fields:
         out = {"rope_theta": model.rope_theta, "rope_local_base_freq": model.window_theta}

@@ -173,6 +173,7 @@ def file_tensors(family: PretrainedFamily, model: Model, shapes: Iterable[tuple[
     for name, shape in shapes:
         there = _lookup(family, name)
         there = replace(there, name=there.name.replace("{gated}", "_1" if model.gated else ""))
+        there = replace(there, name=there.name.replace("{untied}", "" if model.tied else "decoder."))
         if "{e}" in there.name:
             for e in range(shape[0]):
                 found[there.name.replace("{e}", str(e))] = (FORMS[there.form], [TensorPart(name, shape[1:], e)])

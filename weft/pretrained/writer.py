@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from weft.data.chat.template import TEMPLATE_FILE, TOKENIZER_CONFIG, ChatTemplate
 from weft.job.errors import JobError
 from weft.job.schema import Model
+from weft.pretrained.checked_files import MAX_JSON_BYTES, checked_file
 from weft.pretrained.checkpoint_folder import CONFIG, GENERATION_CONFIG, SIDE_FILES, TOKENIZER, read_json
 from weft.pretrained.config import write_config
 from weft.pretrained.family_entry import family_of
@@ -26,31 +28,37 @@ Source = Callable[[list[str]], Mapping[str, Tensor]]
 Save = Callable[[dict[str, Tensor], Path], None]
 WRITER = {"writer": "weft export"}
 """Metadata of an index that this module wrote."""
-DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16",
+               torch.float64: "float64"}  # fmt: skip
 
 
 def write_checkpoint_folder(
     out: Path, model: Model, module: nn.Module, source: Source, *,
-    dtype: torch.dtype | None = None, shard_bytes: int, original: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None, came_in: Callable[[FileTensor], torch.dtype | None] = lambda tensor: None,
+    shard_bytes: int, original: Mapping[str, Any] | None = None,
     side_files: Path | None = None, tokenizer: Path | None = None, eos: int | None = None,
     template: ChatTemplate | None = None, card: str = "",
 ) -> int:  # fmt: skip
     """Write a model in the names and layout of its family; returns the bytes of the weights.
 
+    Every tensor is written in `dtype`; without it each in the data type that it came in, which `came_in` knows, else in
+    that of the config, else in fp32.
     `original` is the config it was made from, `side_files` the folder of its tokenizer and generation config; without
     them, `tokenizer` is its tokenizer.json and `eos` the token that ends a document. `template` wrote the conversations
     that it was trained on, where that is not the template among `side_files`.
     """
     config = write_config(model, original=original)
-    dtype = dtype or _dtype_of(original) or torch.float32
+    usual = dtype or _dtype_of(original) or torch.float32
     family = family_of(config["model_type"], labels=bool(model.classes))
     tensors = file_tensors(family, model, named_shapes(family, module).items())
+    dtypes = {tensor.name: dtype or came_in(tensor) or usual for tensor in tensors}
     out.mkdir(parents=True, exist_ok=True)
-    size = write_shards(
-        out, "model.safetensors", convert_tensors(tensors, source, model, dtype), shard_bytes, save_tensors
-    )
+    converted = convert_tensors(tensors, source, model, lambda tensor: dtypes[tensor.name])
+    size = write_shards(out, "model.safetensors", converted, shard_bytes, save_tensors)
+    if dtype is None and _dtype_of(original) is None:
+        usual = Counter(dtypes.values()).most_common(1)[0][0]
     config = {key: value for key, value in config.items() if key not in ("torch_dtype", "quantization_config")} | {
-        "dtype": DTYPE_NAMES[dtype]
+        "dtype": DTYPE_NAMES[usual]
     }
     config["eos_token_id"] = eos if config.get("eos_token_id") is None else config["eos_token_id"]
     for name in SIDE_FILES:
@@ -75,7 +83,7 @@ def write_checkpoint_folder(
 
 
 def _copy(path: Path, to: Path) -> None:
-    if path.is_file() and not (to.exists() and path.samefile(to)):
+    if checked_file(path, most=MAX_JSON_BYTES) and not (to.exists() and path.samefile(to)):
         shutil.copyfile(path, to)
 
 
@@ -85,9 +93,10 @@ def _dtype_of(config: Mapping[str, Any] | None) -> torch.dtype | None:
 
 
 def convert_tensors(
-    tensors: list[FileTensor], source: Source, model: Model, dtype: torch.dtype | None
+    tensors: list[FileTensor], source: Source, model: Model, dtype_of: Callable[[FileTensor], torch.dtype | None]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the files, one at a time; a parameter that several of them hold parts of is read once."""
+    """The tensors of the files, one at a time; a parameter that several of them hold parts of is read once.
+    `dtype_of` gives the data type of a tensor; None leaves it as it is."""
     held: dict[str, Tensor] = {}
     for tensor in tensors:
         names = [part.name for part in tensor.parts]
@@ -96,7 +105,7 @@ def convert_tensors(
             held |= source(missing)
         parts = [held[p.name] if p.index is None else held[p.name][p.index] for p in tensor.parts]
         joined = tensor.form.join(parts, model)
-        yield tensor.name, (joined if dtype is None else joined.to(dtype)).contiguous()
+        yield tensor.name, joined.to(dtype_of(tensor) or joined.dtype).contiguous()
 
 
 def write_shards(out: Path, name: str, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int, save: Save) -> int:

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.checkpoint.format import SavedCheckpoint, list_checkpoints, newest_good, verify
+from weft.checkpoint.format import WEIGHTS_ONLY, SavedCheckpoint, list_checkpoints, newest_good, verify
 from weft.checkpoint.reader import Index, load_full, load_named
 from weft.checkpoint.writer import write_torch_file
 from weft.data.chat.template import load_template
 from weft.data.sources import open_tokenizer
 from weft.data.store import is_store
+from weft.data.tokenizer import load_tokenizer
 from weft.job.errors import JobError, MachineError, check_output_file
 from weft.job.load import parse_job, read_job
 from weft.job.model import FAMILIES
@@ -31,6 +32,7 @@ from weft.planner.model.counts import count_parameters
 from weft.pretrained.adapters import base_model, merged, write_adapters
 from weft.pretrained.checkpoint_folder import CONFIG, SIDE_FOLDER, TOKENIZER, existing_folder, read_json
 from weft.pretrained.clip_family import with_sizes
+from weft.pretrained.tensor_dtypes import dtype_of, read_dtypes
 from weft.pretrained.writer import save_tensors, write_checkpoint_folder, write_shards
 from weft.training.interchange.foreign_export import MOMENTS, WRITERS, ExportedModel, write_foreign
 from weft.training.interchange.model_card import CARD, is_model_card, model_card
@@ -138,7 +140,7 @@ class ExportOptions:
     """What `weft export` writes besides the choice of a format."""
 
     dtype: torch.dtype | None = None
-    """None: as the checkpoint that the run was imported from, else fp32."""
+    """None: each tensor of hf as in the checkpoint that the run started from, else fp32."""
     shard_bytes: int | None = None
     """Largest size of a file. None: one file, or SHARD_BYTES for hf."""
     ema: bool = False
@@ -176,6 +178,10 @@ class _Tensors:
             for name in self.index.tensors
             if name.startswith(prefix)
         }
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The data type of each of them in the checkpoint."""
+        return {n: self.index.tensors[f"{p}{n}"].properties.dtype for n, p in self.prefixes.items()}
 
     def load(self, name: str) -> Tensor:
         if name not in self.prefixes:
@@ -228,11 +234,16 @@ def _export_hf(run: RunDir, job: Job, found: SavedCheckpoint, out: Path, options
     if model.towers:
         model = with_sizes(model, open_tokenizer(job.data).eos)
 
+    dtypes = read_dtypes(source or run.path / SIDE_FOLDER, model)
+    if not dtypes and found.meta.get(WEIGHTS_ONLY):  # imported by a version that kept them in the checkpoint alone
+        dtypes = tensors.dtypes()
+
     def load(names: list[str]) -> dict[str, Tensor]:
         return {n: tensors.load(n) if lora is None else merged(n, lora, tensors.load, held) for n in names}
 
     return write_checkpoint_folder(
         out, model, meta_model(model), load, dtype=options.dtype,
+        came_in=lambda tensor: dtype_of(tensor, dtypes),
         shard_bytes=options.shard_bytes or SHARD_BYTES, original=_original(job),
         side_files=source or run.path / SIDE_FOLDER,
         tokenizer=tokenizer, eos=opened.eos if opened else None, template=template,
@@ -256,6 +267,7 @@ def _export_foreign(run: RunDir, job: Job, found: SavedCheckpoint, to: str, out:
         size = write_foreign(draft, to, exported)
         (draft / CARD).write_text(model_card(run, job, found.step, to), encoding="utf-8")
         if job.data.tokenizer and (tokenizer := Path(job.data.tokenizer)).is_file():
+            load_tokenizer(str(tokenizer))  # a checkpoint's metadata may name any file: only a tokenizer is copied
             shutil.copyfile(tokenizer, draft / TOKENIZER)
     return size
 
@@ -284,7 +296,6 @@ def export_file(found: SavedCheckpoint, to: str, out: Path, options: ExportOptio
     """Write every parameter and buffer, unsharded, under Weft's names, with the job in the file's metadata."""
     check_output_file(out, "--out", FILES[to])
     options = options or ExportOptions()
-    dtype = options.dtype or torch.float32
     index, prefix = Index(found.path), "ema." if options.ema else "model."
     names = [n.removeprefix(prefix) for n in index.tensors if n.startswith(prefix)]
     if not names:
@@ -292,9 +303,12 @@ def export_file(found: SavedCheckpoint, to: str, out: Path, options: ExportOptio
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name in names:
-            yield name, load_named(index, [name], prefix)[name].to(dtype).contiguous()
+            yield name, converted(load_named(index, [name], prefix)[name])
         for name, buffer in load_buffers(found).items():
-            yield name, (buffer.to(dtype) if buffer.is_floating_point() else buffer).contiguous()
+            yield name, converted(buffer) if buffer.is_floating_point() else buffer.contiguous()
+
+    def converted(tensor: Tensor) -> Tensor:
+        return tensor.to(options.dtype or torch.promote_types(tensor.dtype, torch.float32)).contiguous()
 
     def save(held: dict[str, Tensor], path: Path) -> None:
         if to == "torch":

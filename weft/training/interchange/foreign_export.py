@@ -51,7 +51,7 @@ class ExportedModel:
                 return {n: self.load(n) for n in names}
             return {n: self.load_moment(n, moment) for n in names}
 
-        return convert_tensors(files, source, self.model, self.dtype)
+        return convert_tensors(files, source, self.model, lambda tensor: self.dtype)
 
 
 def _known_scheme(model: Model) -> PretrainedFamily | None:

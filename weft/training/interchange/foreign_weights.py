@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,15 @@ class ForeignWeights:
         raise JobError(f"{self.folder} holds the tensors of another model ({some}, …) than its job or config describes")
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype of each parameter in the files, by name."""
-        return {n: self.files.dtype(self.prefix + tensors[0].name) for n, tensors in self.by_param.items()}
+        """The dtype of each parameter: the widest of the tensors that hold it."""
+        return {
+            name: reduce(torch.promote_types, (self.files.dtype(self.prefix + tensor.name) for tensor in tensors))
+            for name, tensors in self.by_param.items()
+        }
+
+    def file_dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each parameter, since an export names its tensors otherwise."""
+        return self.dtypes()
 
     @torch.no_grad()
     def load(self, name: str, dtype: torch.dtype) -> Tensor:

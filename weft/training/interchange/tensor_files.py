@@ -16,6 +16,7 @@ from weft.checkpoint.dcp_internals import INDEX_FILE, read_index
 from weft.checkpoint.reader import Index
 from weft.comm.agreement import error_text
 from weft.job.errors import JobError
+from weft.pretrained.checked_files import checked_file
 from weft.pretrained.tensor_forms import Shape
 
 ZERO, FP32 = "zero", "fp32.pt"
@@ -44,6 +45,7 @@ class DcpFiles(Index):
 
     def __init__(self, path: Path):
         self.path = path
+        checked_file(path / INDEX_FILE)
         try:
             with (path / INDEX_FILE).open("rb") as stream:
                 found = read_index(stream)
@@ -52,12 +54,14 @@ class DcpFiles(Index):
             self.storage = found.storage_data
             held = 0
             for file in {info.relative_path for info in self.storage.values()}:
-                if file != Path(file).name or not (path / file).is_file():
+                if file != Path(file).name or checked_file(path / file) is None:
                     raise ValueError(f"it reads {file!r}, which is not a file beside it")
                 held += (path / file).stat().st_size
             for name, entry in self.tensors.items():
                 if entry.size.numel() * entry.properties.dtype.itemsize > held:
                     raise ValueError(f"{name!r} is larger than all its files")
+        except JobError:
+            raise
         except Exception as error:
             raise JobError(f"{path / INDEX_FILE} is not an index of torch's checkpoints: {_line(error)}") from None
         self.shapes: dict[str, Shape] = {n: tuple(e.size) for n, e in self.tensors.items()}
@@ -86,7 +90,7 @@ class DeepSpeedFiles:
         return self.load(name).dtype
 
     def load(self, name: str) -> Tensor:
-        found = load_data(self.files[name])
+        found = load_data(self.files[name], self.path)
         value = found.get("param") if isinstance(found, dict) else found
         if not isinstance(value, Tensor):
             raise JobError(f"{self.files[name]} holds no parameter")
@@ -116,7 +120,7 @@ class MegatronFiles:
         self.shapes: dict[str, Shape] = {n: tuple(self.load(n).shape) for n in self.parts}
 
     def _model(self, path: Path) -> dict[str, Tensor]:
-        found = load_data(path)
+        found = load_data(path, self.path)
         model = found.get("model") if isinstance(found, dict) else None
         if not isinstance(model, dict):
             raise JobError(f"{path} holds no model; virtual pipeline stages are not supported")
@@ -137,8 +141,10 @@ class MegatronFiles:
         return torch.cat(parts) if name.endswith(_BY_ROWS) else parts[0]
 
 
-def load_data(path: Path) -> Any:
-    """The content of a file of torch.save; of Python objects, only argparse's Namespace."""
+def load_data(path: Path, folder: Path) -> Any:
+    """The content of a file of torch.save in a folder; of Python objects, only argparse's Namespace."""
+    if checked_file(path, folder) is None:
+        raise JobError(f"{path} is missing")
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
