@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,10 @@ class Conversion:
 def _text(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
-    return str(value)
+    try:
+        return str(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        return "a huge integer"
 
 
 def _shorten(text: str, length: int = 76) -> str:
@@ -105,7 +109,9 @@ def apply_table(
     source: SourceFormat, settings: Settings, file: str, name: str, nproc: int | None, overrides: Sequence[str] = ()
 ) -> Conversion:
     """The job of a file's settings, with one line for each of them."""
-    settings.ranks = nproc or source.ranks(settings)
+    with _converting(file):
+        settings.ranks = nproc or source.ranks(settings)
+        defaults = source.defaults(settings)
     raw: dict[str, Any] = {"name": name}
     given: dict[str, tuple[str, Any]] = {}
     found: list[ConvertedSetting] = []
@@ -120,12 +126,12 @@ def apply_table(
         try:
             raw = _with(raw, result.job)
         except JobError as error:
-            if isinstance(value, str) and as_number(value) is None:
+            if isinstance(value, str) and not _is_number(value):
                 raise JobError(f"{file}: {key} = {_shorten(value)}: {error}") from None
             result, notes = Result(status="refused"), [str(error)]
         given |= {job_field: (key, new) for job_field, new in result.job.items()}
         found.append(ConvertedSetting(key, value, result.status, result.job, "; ".join(notes)))
-    for job_field, (value, note) in source.defaults(settings).items():
+    for job_field, (value, note) in defaults.items():
         if job_field not in given:
             raw = _with(raw, {job_field: value})
             given[job_field] = ("", value)
@@ -163,10 +169,25 @@ def _combined(result: Result, given: Mapping[str, tuple[str, Any]]) -> Result:
 
 
 def _apply(rule: Rule, value: Any, settings: Settings, where: str) -> Result:
-    try:
+    with _converting(f"{where} = {_shorten(_text(value))}"):
         return rule(value, settings)
-    except (TypeError, ValueError, KeyError, IndexError, ZeroDivisionError, AttributeError):
-        raise JobError(f"{where} = {_shorten(_text(value))} is not a value that can be converted") from None
+
+
+@contextlib.contextmanager
+def _converting(what: str) -> Iterator[None]:
+    """Refuse values of other types and sizes than a rule can convert."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        why = f" ({error})" if isinstance(error, ValueError) and "not finite" in str(error) else ""
+        raise JobError(f"{what} is not a value that can be converted{why}") from None
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return as_number(text) is not None
+    except ValueError:
+        return True
 
 
 def _with(raw: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
