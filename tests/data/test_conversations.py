@@ -141,7 +141,10 @@ def test_a_template_survives_forks_copies_and_the_end_of_its_process() -> None:
     if child == 0:
         os._exit(int(template.render(TALK) != text))
     assert os.waitpid(child, 0)[1] == 0
-    odd = [{"role": "user", "content": "\ud800 \u2028 \0"}, {"role": "assistant", "content": "b", "at": date(2024, 2, 3)}]
+    odd = [
+        {"role": "user", "content": "\ud800 \u2028 \0"},
+        {"role": "assistant", "content": "b", "at": date(2024, 2, 3)},
+    ]
     assert template.render(odd).count("\ud800 \u2028 \0") == 1
     process = template._process._process
     assert process is not None

@@ -20,7 +20,7 @@ COMBINED: dict[tuple[str, frozenset[Any]], Any] = {("memory.offload", frozenset(
 """Job fields of which one value holds what two settings say."""
 INSTEAD = {"data.source": "data.mixture"}
 """Job fields that are not missing where another one is given."""
-UNKNOWN = Result(note="not in the table", status="unknown")
+UNKNOWN, EMPTY = Result(note="not in the table", status="unknown"), Result(note="empty", status="not needed")
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,13 @@ class Conversion:
         }  # fmt: skip
 
     def lines(self) -> list[str]:
-        """The report: a line for each setting, what is missing, and a count."""
-        shown = [_shorten(f"{s.key} = {_text(s.value)}" if s.status != "default" else s.key) for s in self.settings]
+        """The report: a line for each setting, one for those not in the table, what is missing, and a count."""
+        known = [s for s in self.settings if s.status != "unknown"]
+        unknown = [s.key for s in self.settings if s.status == "unknown"]
+        shown = [_shorten(f"{s.key} = {_text(s.value)}" if s.status != "default" else s.key) for s in known]
         width = min(52, max((len(text) for text in shown), default=0))
         found = [f"{self.file}: {self.source.title}"]
-        for setting, text in zip(self.settings, shown, strict=True):
+        for setting, text in zip(known, shown, strict=True):
             fields = ", ".join(f"{k}: {_shorten(_text(v))}" for k, v in setting.job.items())
             if not setting.job:
                 result = f"{setting.status}{': ' if setting.note else ''}{setting.note}"
@@ -87,6 +89,8 @@ class Conversion:
                 kind = "" if setting.status == "mapped" else f"{setting.status}: "
                 result = fields + (f"  ({kind}{setting.note})" if setting.note else "")
             found.append(f"  {text:<{width}}  → {result}")
+        if unknown:
+            found.append(f"  unknown, so not in the job: {', '.join(unknown)}")
         counts = Counter(s.status for s in self.settings)
         found.append(", ".join(f"{n} {status}" for status, n in counts.items()) or "no settings")
         return found + [f"missing: {text}" for text in self.missing]
@@ -117,7 +121,10 @@ def apply_table(
     found: list[ConvertedSetting] = []
     for key, value in settings.items():
         rule = find_rule(source.table, key)
-        result = UNKNOWN if rule is None else _apply(rule, value, settings, f"{file}: {key}")
+        if rule is None:
+            result = EMPTY if _is_empty_section(key, value, source.table) else UNKNOWN
+        else:
+            result = _apply(rule, value, settings, f"{file}: {key}")
         notes = [result.note] if result.note else []
         result = _combined(result, given)
         for job_field, new in result.job.items():
@@ -150,6 +157,11 @@ def apply_table(
             "the number of ranks: batches are per device here, and train.global_batch is that of one; give --nproc"
         )
     return Conversion(file, source, tuple(found), tuple(missing), parse_job(raw))
+
+
+def _is_empty_section(key: str, value: Any, table: Table) -> bool:
+    """Whether a section has no settings, such as `[optimizer]` without lines."""
+    return value in (None, {}, []) and any(name.startswith(f"{key}.") for name in table)
 
 
 def _combined(result: Result, given: Mapping[str, tuple[str, Any]]) -> Result:

@@ -12,7 +12,10 @@ from weft.job.errors import JobError
 ARRAY = re.compile(r"^[ \t]*(?:export\s+|declare\s+-a\s+)?(\w+)(\+?)=(\()", re.MULTILINE)
 QUOTED = re.compile(r"""^[ \t]*(?:export\s+)?(\w+)(\+?)=(["'])""", re.MULTILINE)
 PLAIN = re.compile(r"^[ \t]*(?:export\s+)?(\w+)()=([^\s\"'(]*)[ \t]*;?[ \t]*$", re.MULTILINE)
-ENDS = {start: re.compile(rf"{end}[ \t]*;?[ \t]*$", re.MULTILINE) for start, end in zip("(\"'", (r"\)", '"', "'"), strict=True)}
+ENDS = {
+    start: re.compile(rf"{end}[ \t]*;?[ \t]*$", re.MULTILINE)
+    for start, end in zip("(\"'", (r"\)", '"', "'"), strict=True)
+}
 """What ends a value of several lines, by what begins it."""
 VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)")
 LAUNCHERS = ("nproc_per_node", "nproc-per-node", "nnodes", "node_rank", "node-rank", "master_addr", "master_port",

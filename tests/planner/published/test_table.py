@@ -291,7 +291,11 @@ def test_rank_correlation() -> None:
         ("8x Thor2 400GbE, Storage: 1x BlueField-3 800Gb/s", 8, 50.0),
         ("2 x Ethernet Controller X710 for 10GBASE-T, 8 x BCM57608 100Gb/200Gb/400Gb Ethernet", 8, 50.0),
         # MLPerf: the compute network, where cards for storage and management come first, or have no counterpart
-        ("Storage+Management: 1x NVIDIA BlueField 2 DPU 100Gb/s, Compute: 8x NVIDIA ConnectX-7 IB NDR 400Gb/s", 8, 50.0),
+        (
+            "Storage+Management: 1x NVIDIA BlueField 2 DPU 100Gb/s, Compute: 8x NVIDIA ConnectX-7 IB NDR 400Gb/s",
+            8,
+            50.0,
+        ),
         ("Storage: 2x BF3 ConnectX-7 400Gb/s, Compute: 8x BF3 ConnectX-7 200Gb/s, Manageme", 8, 25.0),
         ("Storage&Compute: 4x ConnectX-7 IB NDR 400Gb/s, Management: 25Gb/s Ethernet NIC", 4, 50.0),
         ("Storage+Management: 1x NVIDIA BlueField 2 DPU 100Gb/s, Compute: 8x NVIDIA Connect", 8, 25.0),

@@ -142,7 +142,11 @@ def test_redirects_stay_on_the_server(tmp_path: Path, dashboard: Callable[..., A
 def test_every_loopback_address_is_served(tmp_path: Path, dashboard: Callable[..., Any]) -> None:
     with dashboard(tmp_path, host="127.0.0.2") as url:
         assert status(f"{url}/api/runs") == status(f"{url}/api/runs", Host="[::1]:80") == 200
-        assert status(f"{url}/api/runs", Host="127.0.0.2.evil.example") == status(f"{url}/api/runs", Host="10.0.0.1") == 421
+        assert (
+            status(f"{url}/api/runs", Host="127.0.0.2.evil.example")
+            == status(f"{url}/api/runs", Host="10.0.0.1")
+            == 421
+        )
 
 
 def test_half_open_connections_lock_nobody_out(tmp_path: Path, dashboard: Callable[..., Any]) -> None:
