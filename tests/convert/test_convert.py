@@ -369,14 +369,14 @@ def test_torchtitans_python_is_read_where_it_is_data(tmp_path: Path, monkeypatch
     assert settings["comm"].note == "empty"
     assert convert(f"{file}:llama3_tiny").job.model.shape == "tiny"
     for name, message in (
-        ("", "2 configs that are data: name one, such as .*config_registry.py:llama3_8b; it has llama3_8b, llama3_tiny"),
+        ("", "2 configs that are data: name one, such as .*registry.py:llama3_8b; it has llama3_8b, llama3_tiny"),
         (":llama3_fast", "llama3_fast changes another config by a program"), (":no", "no is not in the file"),
     ):  # fmt: skip
         with pytest.raises(JobError, match=message):
             convert(f"{file}{name}")
     for text in ("def a( torchtitan", "x = " + "(" * 5000 + "torchtitan", "torchtitan\0", "import torchtitan"):
         file.write_text(text)
-        with pytest.raises(JobError, match="is not Python|0 configs that are data"):
+        with pytest.raises(JobError, match=r"is not Python|0 configs that are data"):
             convert(str(file))
 
 
@@ -408,7 +408,7 @@ def test_empty_sections_are_known_and_unknown_settings_are_one_line(tmp_path: Pa
         ("a.toml", "[training]\nlocal_batch_size = inf\n"),
         ("a.sh", "torchrun --nproc-per-node 1e999 --num-layers 2\n"),
         ("a.sh", "torchrun --num-layers 1e999 --num-layers-per-virtual-pipeline-stage 1\n"),
-        ("a.sh", "A=" + "1" * 2**19 + "\ntorchrun --num-layers 2 " + "--x $A " * 9 + "\n"),
+        ("a.sh", "A=" + "1" * 2**20 + "\ntorchrun --num-layers 2 " + "--x $A " * 9 + "\n"),
     ],
 )
 def test_numbers_beyond_all_bounds_are_one_sentence(tmp_path: Path, name: str, text: str) -> None:

@@ -132,9 +132,7 @@ def test_a_panic_of_the_library_is_one_sentence(bpe, tmp_path):
     loaded, text = load_tokenizer(path), "a" * 40 + "b"
     plain = ConversationEncoder(loaded, ChatTemplate(BUILT_IN["plain"], "it", {}))
     for encode in (loaded.encode, loaded.encode_prompt, loaded.encode_whole, plain.tokens_of):
-        with pytest.raises(
-            JobError, match="the tokenizer cannot encode a text of 41 characters: .*tokenizer.json"
-        ) as e:
+        with pytest.raises(JobError, match=r"the tokenizer cannot encode a text of 41 characters: .*json") as e:
             encode(text)
         assert "\n" not in str(e.value)
     saved["decoder"] = {"type": "Sequence", "decoders": [{"type": "Fuse"}, endless]}

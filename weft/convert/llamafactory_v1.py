@@ -39,16 +39,20 @@ def _of_lora(job_field: str) -> Rule:
     return rule
 
 
+def _method(value: Any, settings: Settings) -> Result:
+    return training_arguments.adapters("r")(value, settings.section("peft_config."))
+
+
 TABLE: dict[str, Rule] = {
     "model": to("model.pretrained", str),
-    "model_class": choice({"llm": {}, "cls": "classification is Weft's task of encoders", "other": "a language model"}),
+    "model_class": choice({"llm": {}, "cls": "model.family=bert classifies", "other": "write the model's fields"}),
     "custom_chat_template": absent("write it to a .jinja file and set data.template to its path"),
     "trust_remote_code": absent("Weft never runs code of a checkpoint"),
     "flash_attn": unneeded("the fastest attention of torch is chosen"),
     "init_config*": unneeded("each rank reads its own shard of the weights"),
     "kernel_config*": unneeded("Weft has fused kernels of its own"),
     "quant_config*": absent("weights are not quantized in training"),
-    "peft_config.name": lambda value, settings: training_arguments.adapters("r")(value, settings.section("peft_config.")),
+    "peft_config.name": _method,
     "peft_config.r": _of_lora("model.lora.rank"),
     "peft_config.lora_alpha": _of_lora("model.lora.alpha"),
     "peft_config.lora_dropout": _of_lora("model.lora.dropout"),
@@ -134,7 +138,8 @@ def _defaults(settings: Settings) -> dict[str, tuple[Any, str]]:
         "optim.weight_decay": (0.01, "the default of torch.optim.AdamW"), "train.seed": (42, said),
         "optim.schedule": ("constant", "no lr_scheduler_config"), "optim.warmup": (0, "no lr_scheduler_config"),
         "memory.recompute": ("full", "enable_activation_checkpointing is on"), "comm.timeout_s": (18000, said),
-        "precision": ("bf16", said), "train.eval_every": (0, "v1 evaluates after training"), "checkpoint.every": (0, "save_steps is not given"),
+        "precision": ("bf16", said), "train.eval_every": (0, "v1 evaluates after training"),
+        "checkpoint.every": (0, "save_steps is not given"),
         "watch.every": (1, said), "data.packing": (False, "batching_strategy is normal"),
     }  # fmt: skip
     if "micro_batch_size" not in settings:

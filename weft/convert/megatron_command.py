@@ -22,7 +22,7 @@ LAUNCHERS = ("nproc_per_node", "nproc-per-node", "nnodes", "node_rank", "node-ra
              "rdzv_id", "rdzv_backend", "rdzv_endpoint", "master-addr", "master-port", "rdzv-id", "rdzv-backend",
              "rdzv-endpoint", "max_restarts", "log_dir", "standalone", "tee", "redirects")  # fmt: skip
 """Arguments of torchrun, which come before the script."""
-MAX_EXPANSION = 2**20
+MAX_EXPANSION = 2**22
 
 
 def _without_comments(text: str) -> str:
@@ -32,18 +32,18 @@ def _without_comments(text: str) -> str:
 
 def _expand(text: str, values: dict[str, str]) -> str:
     """The text with variables replaced by their values, also inside values; unknown ones stay as they are."""
+    size = 0
+
+    def value_of(match: re.Match[str]) -> str:
+        nonlocal size
+        name, default, bare = match.groups()
+        value = values.get(name or bare, default if default is not None else match.group(0))
+        size += len(value)
+        if size > MAX_EXPANSION:
+            raise JobError(f"the variables of the script have more than {MAX_EXPANSION:,} characters")
+        return value
+
     for _ in range(8):
-        size = len(text)
-
-        def value_of(match: re.Match[str]) -> str:
-            nonlocal size
-            name, default, bare = match.groups()
-            value = values.get(name or bare, default if default is not None else match.group(0))
-            size += len(value)
-            if size > len(text) + MAX_EXPANSION:
-                raise JobError(f"the variables of the script have more than {MAX_EXPANSION:,} characters")
-            return value
-
         new = VARIABLE.sub(value_of, text)
         if new == text:
             break

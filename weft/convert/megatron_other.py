@@ -73,7 +73,8 @@ OTHER_RULES: dict[str, Rule] = {
     **_all("optimizer-cpu-* no-pin-cpu-* pin-cpu-* use-torch-optimizer-for-cpu-offload fine-grained-* offload-modules "
            "activation-offload-* delta-offload-* delay-offload-* min-offloaded-*",
            unneeded("memory.offload moves states and activations")),
-    **_all("per-dataset-sequences-path object-storage-cache-path dataloader-* mid-level-dataset-surplus vocab-extra-ids "
+    **_all("per-dataset-sequences-path object-storage-cache-path dataloader-* mid-level-dataset-surplus "
+           "vocab-extra-ids "
            "multiple-validation-sets validation-set-names", absent("build a token store by weft data build")),
     **_all("tiktoken-* tokenizer-* null-tokenizer-* special-tokens chat-template trust-remote-code metadata-path "
            "allow-ambiguous-pad-tokens pad-vocab-size use-gigatoken",
@@ -83,7 +84,8 @@ OTHER_RULES: dict[str, Rule] = {
     **_all("inprocess-* ft-* calc-ft-timeouts enable-ft-package adlr-autoresume* straggler-* disable-straggler-* "
            "error-injection-* gpu-sniff-test-interval result-rejected-tracker-filename", RECOVERY),
     **_all("otel-* one-logger-* app-tag-* run-workload-inspector-server filter-warnings set-level-for-* "
-           "modules-to-filter runtime-time-unit throughput-window-size memory-* record-* nvtx-ranges pytorch-profiler-* "
+           "modules-to-filter runtime-time-unit throughput-window-size memory-* record-* nvtx-ranges "
+           "pytorch-profiler-* "
            "flight-recorder-* use-nsys-profiler sharp-enabled-group use-sharp dump-param-to-param-group-map "
            "save-config-filepath", TELEMETRY),
     **_all("non-persistent-* replication* save-optim save-rng load-optim load-rng load-main-params-* async-* "
@@ -97,13 +99,16 @@ OTHER_RULES: dict[str, Rule] = {
     **_all("gtp-* ddp-* use-nccl-ub no-overlap-* no-align-* align-* suggested-communication-unit-size "
            "disable-symmetric-registration create-all-gather-group high-priority-* use-gloo-process-groups "
            "no-use-layer-wise-* batch-p2p-* use-ring-exchange-p2p fake-process-group "
-           "hierarchical-context-parallel-sizes max-seqlen-per-dp-cp-rank pipeline-model-parallel-comm-backend", OVERLAP),
+           "hierarchical-context-parallel-sizes max-seqlen-per-dp-cp-rank "
+           "pipeline-model-parallel-comm-backend", OVERLAP),
     **_all("fp4-* keep-fp8-transpose-cache reuse-grad-buf-* te-precision-config-file kitchen-* use-kitchen* "
            "first-last-layers-bf16 num-layers-at-*-in-bf16", PRECISION),
     **_all("mla-down-proj-fusion disable-jit-fuser use-fused-* fused-* use-te-* use-transformer-engine-* "
-           "enable-experimental onnx-safe test-mode train-sync-interval batch-invariant-* flash-attention-version", KERNELS),
+           "enable-experimental onnx-safe test-mode train-sync-interval batch-invariant-* "
+           "flash-attention-version", KERNELS),
     # other kinds of models and tasks
-    **_all("inference-* inference decode-only-cuda-graphs enable-chunked-prefill max-tokens-to-oom num-speculative-tokens "
+    **_all("inference-* inference decode-only-cuda-graphs enable-chunked-prefill max-tokens-to-oom "
+           "num-speculative-tokens "
            "use-legacy-static-engine cache-mla-latents output-bert-embeddings flash-decode nccl-all-reduce-for-prefill "
            "mlp-chunks-for-*", INFERENCE),
     **_all("rl-* grpo-* langrl-* perform-rl-step refit-method", REINFORCEMENT),

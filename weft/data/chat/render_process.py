@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -103,10 +104,8 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> int:
     """End a process that this process has started, and wait for it. After a fork, only close the pipes."""
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            try:
+            with contextlib.suppress(OSError):  # a request that was not sent
                 pipe.close()
-            except OSError:  # a request that was not sent
-                pass
     if owner != os.getpid():
         return 0
     process.kill()

@@ -124,8 +124,10 @@ class QueueFolder:
         return QueueState(tuple(live), schedule, usage)
 
     def _note_lapses(self, schedule: ClaimSchedule, now: float) -> bool:
-        """Whether more claims than before have left their grants too long. Every process judges by what it sees, because
-        the owner of a claim can write anything into the folder."""
+        """Whether more claims than before have left their grants too long.
+
+        Every process judges by what it sees, because the owner of a claim can write anything into the folder.
+        """
         self._granted_at = {claim_id: self._granted_at.get(claim_id, now) for claim_id in schedule.granted}
         late = {claim_id for claim_id, since in self._granted_at.items() if now - since > LAPSE_S} - self._lapsed
         self._lapsed |= late
