@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.data.build_sources import find_files
 from weft.data.build_store import build
 from weft.data.store import open_store
 from weft.data.tokenizer import load_tokenizer
@@ -225,3 +226,25 @@ def test_invalid_sources_are_refused(tmp_path):
 def test_build_does_not_import_torch():
     script = "import sys, weft.data.build_store; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+
+
+def test_a_deep_folder_is_read(tmp_path: Path) -> None:
+    """Each folder is opened once, without recursion; files have the name that a link gives them."""
+    folders = [tmp_path / "deep"]
+    folders += [Path(f"{folders[0]}{'/d' * depth}") for depth in range(1, 1100)]
+    for folder in folders:
+        folder.mkdir()
+    (folders[-1] / "a.txt").write_text("x")
+    (folders[0] / "b.jsonl").symlink_to(folders[-1] / "a.txt")
+    (folders[0] / "loop").symlink_to(folders[0])
+    (folders[1] / ".parts").mkdir()
+    try:
+        assert [f.kind for f in find_files([folders[0]], tmp_path)] == ["jsonl"]  # .parts: the store of a build
+        (folders[1] / ".parts").rmdir()
+        found = find_files([folders[0]], tmp_path)
+        assert [f.kind for f in found] == ["jsonl", "text"] and len({f.path for f in found}) == 1
+        assert [f.kind for f in find_files([folders[0]], folders[2])] == ["jsonl"]  # the store that is written
+    finally:
+        (folders[-1] / "a.txt").unlink()
+        for folder in reversed(folders[1:]):
+            folder.rmdir()

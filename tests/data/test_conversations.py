@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
-import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.data.build_store import build
+from weft.data.chat import render_process
 from weft.data.chat.conversations import ConversationEncoder, messages_of
 from weft.data.chat.packed_documents import pack
 from weft.data.chat.template import BUILT_IN, ChatTemplate, load_template
@@ -85,30 +87,74 @@ def test_records_become_messages(format: str, record: dict[str, Any], expected: 
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("source", "message"),
     [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.__class__.__base__ }}",
-        "{{ self.__init__.__globals__ }}",
-        "{{ raise_exception.__globals__['sys'].exit() }}",
-        "{{ messages.append(1) }}",
-        "{{ cycler.__init__.__globals__.os.system('true') }}",
-        "{% import 'os' as os %}",
-        "{% include '/etc/passwd' %}",
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{% set r = range(9999)|list %}{% for a in r %}{% for b in r %}{% set c = 1 %}{% endfor %}{% endfor %}",
-        "{{ 'a' * 10 ** 12 }}",
-        "{{ 99 ** 99 ** 9 }}",
-        "{% for",
-        "{{ raise_exception('not today') }}",
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{{ messages.__class__.__base__ }}", "unsafe"),
+        ("{{ self.__init__.__globals__ }}", "unsafe"),
+        ("{{ raise_exception.__globals__['sys'].exit() }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", "unsafe"),
+        ("{% import 'os' as os %}", "no loader"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+        ("{% for", "is not valid"),
+        ("{% for a in messages %}" * 25 + "{% endfor %}" * 25, "is not valid: too many statically nested blocks"),
+        ("{% if messages %}" * 120 + "{% endif %}" * 120, "is not valid: too many levels of indentation"),
+        ("{{ " + "(" * 300 + "1" + ")" * 300 + " }}", "is not valid"),
+        ("{{ raise_exception('not today') }}", "failed: not today"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "failed: maximum recursion depth"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "CPU time"),
+        ("{{ 9 ** (9 ** 9) }}", "CPU time"),
+        ("{{ (7 ** 9999999) % 10 }}", "CPU time"),
+        ("{{ ('word ' * 9999999)|wordwrap(1) }}", "CPU time|memory"),
+        ("{{ messages|batch(2 ** 40, 'x')|list }}", "memory"),
+        ("{{ 'a' * 10 ** 12 }}", "memory"),
+        ("{{ 'a'.center(10 ** 12) }}", "memory"),
+        ("{{ 'a'.ljust(10 ** 12) }}", "memory"),
+        ("{{ 'a'.zfill(10 ** 12) }}", "memory"),
+        ("{{ 'a'|center(10 ** 12) }}", "memory"),
+        ("{{ '%9999999999d' % 1 }}", "memory"),
+        ("{{ '{:9999999999}'.format(1) }}", "memory"),
+        ("{{ (1).to_bytes(10 ** 12) }}", "memory"),
+        ("{{ messages|tojson(indent=10 ** 12) }}", "memory"),
+        ("{% set n = namespace(a='a') %}{% for i in range(99) %}{% set n.a = n.a ~ n.a %}{% endfor %}", "memory"),
+        ("{% set n = namespace(a='a') %}{% for i in range(99) %}{% set n.a = n.a + n.a %}{% endfor %}", "memory"),
+        ("{{ 'a' * 200 }}{% for a in range(2000) %}{{ 'b' * 99 }}{% endfor %}", "writes more than 100,000 characters"),
     ],
-)
-def test_hostile_templates_do_nothing(source: str) -> None:
-    began = time.process_time()
-    with pytest.raises(JobError, match="chat template of it") as caught:
-        ChatTemplate(source, "it", {}).render(TALK)
-    assert "\n" not in str(caught.value)
-    assert time.process_time() - began < 20
+)  # fmt: skip
+def test_hostile_templates_end_in_a_sentence(source: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render_process, "MAX_CPU_S", 0.3)
+    monkeypatch.setattr(render_process, "MAX_OUTPUT", 100_000)
+    monkeypatch.setattr(render_process, "MAX_MEMORY_BYTES", 1 << 28)
+    template = ChatTemplate(source, "it", {})
+    for _ in range(2):  # the second conversation finds a process as well
+        with pytest.raises(JobError, match=rf"^the chat template of it .*({message})") as caught:
+            template.render(TALK)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_template_survives_forks_copies_and_the_end_of_its_process() -> None:
+    template = ChatTemplate(BUILT_IN["chatml"], "it", {})
+    text = template.render(TALK)
+    assert copy.deepcopy(template).render(TALK) == text
+    child = os.fork()
+    if child == 0:
+        os._exit(int(template.render(TALK) != text))
+    assert os.waitpid(child, 0)[1] == 0
+    odd = [
+        {"role": "user", "content": "\ud800 \u2028 \0"},
+        {"role": "assistant", "content": "b", "at": date(2024, 2, 3)},
+    ]
+    assert template.render(odd).count("\ud800 \u2028 \0") == 1
+    process = template._process._process
+    assert process is not None
+    process.kill()
+    with pytest.raises(JobError, match=r"ended the process that renders it \(exit code -9\)"):
+        template.render(TALK)
+    assert template.render(TALK) == text
+    second = template._process._process
+    del template
+    assert process.poll() is not None and second is not None and second.poll() is not None
 
 
 def test_the_tokenizers_own_template_is_used(tmp_path: Path) -> None:

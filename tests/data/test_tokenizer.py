@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.data.chat.conversations import ConversationEncoder
+from weft.data.chat.template import BUILT_IN, ChatTemplate
 from weft.data.tokenizer import EOS, ByteTokenizer, bpe_size, load_tokenizer, train_bpe, utf8
 from weft.job import JobError
 
@@ -118,3 +120,23 @@ def test_tokenizer_without_eos_is_refused(tmp_path):
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(JobError, match="no token that ends a document"):
         load_tokenizer(tmp_path)
+
+
+def test_a_panic_of_the_library_is_one_sentence(bpe, tmp_path):
+    """A pattern that backtracks without end: the library panics, in the normalizer and in the decoder."""
+    saved = json.loads(bpe.inner.to_str())
+    endless = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}
+    saved["normalizer"] = endless
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(saved))
+    loaded, text = load_tokenizer(path), "a" * 40 + "b"
+    plain = ConversationEncoder(loaded, ChatTemplate(BUILT_IN["plain"], "it", {}))
+    for encode in (loaded.encode, loaded.encode_prompt, loaded.encode_whole, plain.tokens_of):
+        with pytest.raises(JobError, match=r"the tokenizer cannot encode a text of 41 characters: .*json") as e:
+            encode(text)
+        assert "\n" not in str(e.value)
+    saved["decoder"] = {"type": "Sequence", "decoders": [{"type": "Fuse"}, endless]}
+    path.write_text(json.dumps(saved))
+    loaded = load_tokenizer(path)
+    with pytest.raises(JobError, match="the tokenizer cannot decode"):
+        loaded.decode([bpe.encode("a")[0]] * 40 + [bpe.encode("b")[0]])

@@ -78,13 +78,13 @@ def find_files(sources: Sequence[str | Path], out: Path) -> list[SourceFile]:
         if path.is_dir() and _is_store(path):
             raise JobError(f"{path} is a token store already; name the text it was built from")
         if path.is_dir():
-            inside = dataset_files(path) or _walk(path, out.resolve())
+            inside = [_describe(p) for p in dataset_files(path)] or _walk(path, out)
             if not inside:
                 raise JobError(
                     f"the folder {path} holds no text file; weft data build takes "
                     f"{' '.join([*sorted(TEXT_SUFFIXES), *RECORD_FORMATS])}"
                 )
-            files += [_describe(p) for p in inside]
+            files += inside
         elif path.is_file():
             if record_format(path) is None and path.suffix.lower() in _PACKED.split():
                 raise JobError(f"{path} is not plain text; unpack or convert it to .txt, .jsonl or .parquet first")
@@ -111,32 +111,43 @@ def _is_store(folder: Path) -> bool:
     return (folder / TOKENS).exists() or (folder / PARTS).is_dir()
 
 
-def _walk(folder: Path, out: Path) -> list[Path]:
-    found: list[Path] = []
-
-    def unreadable(error: OSError) -> None:
-        raise error
-
-    for here, folders, names in os.walk(folder, onerror=unreadable):
-        place = Path(here)
-        # the .json files of a store are not training data
-        folders[:] = [
-            f for f in folders if not (f.startswith(".") or (place / f).resolve() == out or _is_store(place / f))
-        ]
-        found += [
-            place / name for name in names if not name.startswith(".") and _is_source(name) and (place / name).is_file()
-        ]
-    return sorted(found, key=lambda p: p.relative_to(folder).as_posix())
+def _walk(folder: Path, out: Path) -> list[SourceFile]:
+    """The source files below a folder, sorted by path. Folders that are links are not entered."""
+    root = str(folder.resolve())
+    excluded = out.stat() if out.exists() else None
+    by_name: dict[str, SourceFile] = {}
+    below = [""]
+    while below:
+        inside = below.pop()
+        with os.scandir(os.path.join(root, inside)) as listing:
+            entries = {entry.name: entry for entry in listing if not entry.name.startswith(".") or entry.name == PARTS}
+        store = TOKENS in entries or (PARTS in entries and entries[PARTS].is_dir())
+        if inside and store:  # the .json files of a store are not training data
+            continue
+        for name, entry in entries.items():
+            if name != PARTS and entry.is_dir(follow_symlinks=False):
+                if excluded is None or not os.path.samestat(entry.stat(follow_symlinks=False), excluded):
+                    below.append(os.path.join(inside, name))
+            elif _is_source(name) and entry.is_file():
+                relative = os.path.join(inside, name)
+                path = os.path.join(root, relative)
+                by_name[relative] = _describe(path, os.path.realpath(path) if entry.is_symlink() else path)
+    return [by_name[name] for name in sorted(by_name)]
 
 
 def _is_source(name: str) -> bool:
-    return Path(name).suffix.lower() in TEXT_SUFFIXES or record_format(name) is not None
+    return _suffix(name) in TEXT_SUFFIXES or record_format(name) is not None
 
 
-def _describe(path: Path) -> SourceFile:
-    stat = path.stat()
-    kind = record_format(path) or ("jsonl" if path.suffix.lower() in _JSONL else "text")
-    return SourceFile(str(path.resolve()), kind, stat.st_size, stat.st_mtime_ns)
+def _describe(path: str | Path, resolved: str | Path | None = None) -> SourceFile:
+    """The file at a path; its kind follows from the name there, which a link may have given it."""
+    stat, name = os.stat(path), os.path.basename(path)
+    kind = record_format(name) or ("jsonl" if _suffix(name) in _JSONL else "text")
+    return SourceFile(str(resolved or os.path.realpath(path)), kind, stat.st_size, stat.st_mtime_ns)
+
+
+def _suffix(name: str) -> str:
+    return Path(name).suffix.lower()
 
 
 def split_into_parts(files: Sequence[SourceFile], part_bytes: int) -> list[Part]:

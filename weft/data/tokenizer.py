@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,25 +84,26 @@ class BpeTokenizer:
 
     def encode(self, text: str) -> Tokens:
         blocks = [
-            np.asarray(self.inner.encode(block, add_special_tokens=False).ids, dtype=np.uint32)
+            np.asarray(encoding(self.inner, block).ids, dtype=np.uint32)
             for block in _blocks(utf8(text).decode("utf-8"))
         ]
         return np.concatenate(blocks) if blocks else np.empty(0, dtype=np.uint32)
 
     def encode_prompt(self, text: str) -> Tokens:
-        start = self.inner.encode("", add_special_tokens=True).ids
+        start = encoding(self.inner, "", add_special_tokens=True).ids
         ends = start and start[-1] == self.eos  # a tokenizer that also adds an end, such as </s>
         return np.concatenate([np.asarray(start[:-1] if ends else start, dtype=np.uint32), self.encode(text)])
 
     def encode_whole(self, text: str) -> Tokens:
-        around = self.inner.encode("", add_special_tokens=True).ids  # such as [CLS] and [SEP], or </s>
+        around = encoding(self.inner, "", add_special_tokens=True).ids  # such as [CLS] and [SEP], or </s>
         inside = self.encode(text)
         if not around or around[-1] != self.eos:
             return np.concatenate([np.asarray(around, dtype=np.uint32), inside, np.array([self.eos], np.uint32)])
         return np.concatenate([np.asarray(around[:-1], np.uint32), inside, np.asarray(around[-1:], np.uint32)])
 
     def decode(self, ids: Iterable[int]) -> str:
-        return str(self.inner.decode([int(i) for i in ids], skip_special_tokens=True))
+        with library_errors("decode these tokens"):
+            return str(self.inner.decode([int(i) for i in ids], skip_special_tokens=True))
 
     def decode_special(self, token: int) -> str:
         return str(self.inner.id_to_token(token))
@@ -109,6 +111,24 @@ class BpeTokenizer:
     def save(self, path: Path) -> None:
         """Write tokenizer.json; load_tokenizer reads it again."""
         path.write_text(self.inner.to_str(pretty=True), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Turn the exceptions of the tokenizers library into a JobError; its panics are not even an Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise JobError(f"the tokenizer cannot {what}: {why}; see the patterns in its tokenizer.json") from None
+
+
+def encoding(inner: Any, text: str, add_special_tokens: bool = False) -> Any:
+    """The library's encoding of a text: ids and offsets."""
+    with library_errors(f"encode a text of {len(text):,} characters"):
+        return inner.encode(text, add_special_tokens=add_special_tokens)
 
 
 def utf8(text: str) -> bytes:

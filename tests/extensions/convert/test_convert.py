@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers.source_defaults import DEFAULTS
 
 from weft.extensions.convert.formats import FORMATS, convert
 from weft.job.errors import JobError
@@ -62,6 +63,14 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
             "optim.schedule": "cosine", "optim.warmup": 0.1, "data.packing": True, "model.lora.rank": 16,
             "data.format": "instruction", "memory.states": "8bit",
             "model.lora.targets": ("gate", "down"),
+        },
+    ),
+    "llamafactory_v1.yaml": (
+        "llamafactory-v1",
+        {
+            "model.pretrained": "Qwen/Qwen3-4B", "model.lora.rank": 16, "model.lora.alpha": 32, "parallel.zero": 3,
+            "train.global_batch": 8, "optim.schedule": "constant", "optim.weight_decay": 0.01, "train.steps": 10,
+            "precision": "bf16", "memory.recompute": "full", "parallel.cp": 2, "train.microbatch": 2,
         },
     ),
     "llama3_full_sft.yaml": (
@@ -278,3 +287,141 @@ def test_a_value_that_weft_refuses_is_reported(tmp_path: Path) -> None:
     found = convert(str(file))
     assert (found.settings[0].status, found.job.optim.clip) == ("refused", 0.5)
     assert "optim.lr=-1" in found.settings[0].note
+
+
+def with_setting(source: str, text: str, key: str, value: Any) -> str:
+    """A config with one more setting."""
+    if source == "megatron":
+        return f"{text} --{key} {value}"
+    if source == "torchtitan":
+        section, _, name = key.partition(".")
+        return f"{text}[{section}]\n{name} = {json.dumps(value)}\n"
+    raw = yaml.safe_load(text)
+    *sections, last = key.split(".")
+    place = raw
+    for name in sections:
+        place = place.setdefault(name, {})
+    place[last] = value
+    return json.dumps(raw) if source == "deepspeed" else yaml.safe_dump(raw)
+
+
+@pytest.mark.parametrize("source", DEFAULTS)
+def test_a_setting_that_is_left_out_is_that_librarys_default(source: str, tmp_path: Path) -> None:
+    """The job is the same whether a file gives the default of its library or leaves it out."""
+    text, defaults = DEFAULTS[source]
+    file = tmp_path / "config"
+    file.write_text(text)
+    without = convert(str(file), source=source, nproc=1).job
+    different = {}
+    for key, value in defaults.items():
+        file.write_text(with_setting(source, text, key, value))
+        found = {s.key: s for s in convert(str(file), source=source, nproc=1).settings}[key]
+        assert found.status in ("mapped", "partly", "not needed"), (key, found)
+        job = convert(str(file), source=source, nproc=1).job
+        different |= {
+            f"{key}: {name}": (field(without, name), field(job, name))
+            for name in found.job
+            if not name.startswith("parallel.")  # left out, the planner chooses degrees
+            if field(without, name) != field(job, name)
+        }
+    assert not different
+
+
+TORCHTITAN_PYTHON = """
+from torchtitan.trainer import Trainer
+open("executed", "w")
+
+def llama3_8b() -> Trainer.Config:
+    spec = model_registry("8B")
+    return Trainer.Config(
+        hf_assets_path="./assets/hf/Llama-3.1-8B", model_spec=spec, optimizer=default_adamw(lr=3e-4),
+        training=TrainingConfig(num_tokens_per_microbatch_per_dp_rank=2 * 8192, max_context_length=8192, steps=1000),
+        parallelism=ParallelismConfig(tensor_parallel_degree=2), checkpoint=CheckpointManager.Config(interval=50),
+        activation_checkpoint=FullAC.Config(), validator=Validator.Config(freq=5, enable=True), comm=CommConfig(),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=STEPS, decay_ratio=0.8, decay_type="linear"),
+    )
+
+def llama3_tiny() -> Trainer.Config:
+    # data too
+    return Trainer.Config(model_spec=model_registry("debugmodel"), training=TrainingConfig(steps=10))
+
+def llama3_fast() -> Trainer.Config:
+    config = llama3_8b()
+    config.training.steps = 1
+    return config
+"""
+
+
+def test_torchtitans_python_is_read_where_it_is_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "config_registry.py"
+    file.write_text(TORCHTITAN_PYTHON)
+    found = convert(f"{file}:llama3_8b", nproc=8)
+    assert not Path("executed").exists() and found.source.name == "torchtitan-python"
+    expected = {
+        "model.shape": "llama-8b", "optim.lr": 3e-4, "data.seq_len": 8192, "train.microbatch": 2, "parallel.tp": 2,
+        "train.global_batch": 8, "train.steps": 1000, "memory.recompute": "full", "train.eval_every": 5,
+        "checkpoint.every": 0, "optim.schedule": "wsd", "optim.decay": 0.8, "optim.warmup": 200,
+    }  # fmt: skip
+    assert {key: field(found.job, key) for key in expected} == expected
+    settings = {s.key: s for s in found.settings}
+    assert settings["lr_scheduler.warmup_steps"].note.startswith("an expression of the program")
+    assert settings["comm"].note == "empty"
+    assert convert(f"{file}:llama3_tiny").job.model.shape == "tiny"
+    for name, message in (
+        ("", "2 configs that are data: name one, such as .*registry.py:llama3_8b; it has llama3_8b, llama3_tiny"),
+        (":llama3_fast", "llama3_fast changes another config by a program"), (":no", "no is not in the file"),
+    ):  # fmt: skip
+        with pytest.raises(JobError, match=message):
+            convert(f"{file}{name}")
+    for text in ("def a( torchtitan", "x = " + "(" * 5000 + "torchtitan", "torchtitan\0", "import torchtitan"):
+        file.write_text(text)
+        with pytest.raises(JobError, match=r"is not Python|0 configs that are data"):
+            convert(str(file))
+
+
+def test_empty_sections_are_known_and_unknown_settings_are_one_line(tmp_path: Path) -> None:
+    for name, text, keys in (
+        ("a.toml", "[training]\n[optimizer]\n[checkpoint]\n", ("optimizer", "checkpoint")),
+        ("a.json", '{"optimizer": {}, "zero_optimization": null, "train_batch_size": 8}', ("optimizer",)),
+        ("a.yaml", "fsdp_config: {}\nnum_processes: 2\n", ("fsdp_config",)),
+    ):
+        (tmp_path / name).write_text(text)
+        settings = {s.key: s for s in convert(str(tmp_path / name)).settings}
+        assert {(settings[key].status, settings[key].note) for key in keys} == {("not needed", "empty")}
+    (tmp_path / "a.sh").write_text("torchrun pretrain_gpt.py --num-layers 2 --first-new 1 --second-new --rl-profile")
+    found = convert(str(tmp_path / "a.sh"))
+    lines = [line for line in found.lines() if "-new" in line]
+    assert lines == ["  unknown, so not in the job: first-new, second-new"]
+    assert {s.key: s for s in found.settings}["rl-profile"].note == "reinforcement learning is not in Weft"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.json", '{"train_micro_batch_size_per_gpu": 1e999}'),
+        ("a.json", '{"gradient_clipping": "1e999"}'),
+        ("a.yaml", "base_model: a\nmicro_batch_size: 1e999\n"),
+        ("a.yaml", "base_model: a\nmicro_batch_size: .inf\n"),
+        ("a.yaml", "base_model: a\nmicro_batch_size: .nan\n"),
+        ("a.yaml", "num_processes: 1e999\n"),
+        ("a.toml", "[training]\nlocal_batch_size = inf\n"),
+        ("a.sh", "torchrun --nproc-per-node 1e999 --num-layers 2\n"),
+        ("a.sh", "torchrun --num-layers 1e999 --num-layers-per-virtual-pipeline-stage 1\n"),
+        ("a.sh", "A=" + "1" * 2**20 + "\ntorchrun --num-layers 2 " + "--x $A " * 9 + "\n"),
+    ],
+)
+def test_numbers_beyond_all_bounds_are_one_sentence(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(JobError) as error:
+        convert(str(tmp_path / name))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 600
+
+
+def test_assignments_of_a_script_that_do_not_end(tmp_path: Path) -> None:
+    file = tmp_path / "a.sh"
+    file.write_text(
+        "C='--lr 1e-3\n --bf16'\nD=(--seed\n 5 )\ntorchrun --num-layers 2 $C ${D[@]} | tee log\nA=(\nB+=(\n"
+    )
+    job = convert(str(file)).job
+    assert (job.optim.lr, job.precision, job.train.seed) == (1e-3, "bf16", 5)

@@ -4,28 +4,31 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-import uvicorn
 from playwright.sync_api import Browser, expect, sync_playwright
 
 from weft.extensions.dash.app import create_app
 from weft.extensions.dash.serve import listen_on
 from weft.watch.runs.run_catalog import RunCatalog
+from weft.watch.dash.app import create_app
+from weft.watch.dash.run_catalog import RunCatalog
+from weft.watch.dash.serve import listen_on, make_server
 
 POLL_S = 0.1
 
 
 @contextlib.contextmanager
-def serving(root: Path, token: str | None = None) -> Iterator[str]:
+def serving(root: Path, token: str | None = None, host: str = "127.0.0.1", **limits: Any) -> Iterator[str]:
     """The address of a dashboard over a folder."""
-    sock = listen_on("127.0.0.1", 0)
+    sock = listen_on(host, 0)
     app = create_app(RunCatalog([root]), token, POLL_S)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+    server = make_server(app, **limits)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+        yield f"http://{host}:{sock.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(60)

@@ -1,8 +1,10 @@
 """The dashboard's JSON, its access rules, and run folders that try to misuse it."""
 
+import contextlib
 import io
 import json
 import os
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -119,6 +121,78 @@ def test_access(tmp_path: Path, make_run: Callable[..., RunDir], dashboard: Call
         cookie = answer.headers["set-cookie"]
         assert "HttpOnly" in cookie and "samesite=strict" in cookie.lower()
         assert get(f"{url}/api/runs", Cookie=cookie.split(";")[0])["runs"]
+
+
+def location(url: str, path: str) -> str:
+    """Where the dashboard redirects a request to."""
+    connection = HTTPConnection(url.removeprefix("http://"))
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    assert answer.status == 303
+    return answer.headers["location"]
+
+
+def test_redirects_stay_on_the_server(tmp_path: Path, dashboard: Callable[..., Any]) -> None:
+    with dashboard(tmp_path, token="secret") as url:
+        for path in ("//evil.example/a", "///evil.example/a", "/%2fevil.example/a", "/%5cevil.example/a"):
+            assert location(url, f"{path}?token=secret") == "/evil.example/a"
+        assert location(url, "/a%0d%0ab//c?x=1&token=secret") == "/a%0D%0Ab//c?x=1"
+
+
+def test_every_loopback_address_is_served(tmp_path: Path, dashboard: Callable[..., Any]) -> None:
+    with dashboard(tmp_path, host="127.0.0.2") as url:
+        assert status(f"{url}/api/runs") == status(f"{url}/api/runs", Host="[::1]:80") == 200
+        assert (
+            status(f"{url}/api/runs", Host="127.0.0.2.evil.example")
+            == status(f"{url}/api/runs", Host="10.0.0.1")
+            == 421
+        )
+
+
+def test_half_open_connections_lock_nobody_out(tmp_path: Path, dashboard: Callable[..., Any]) -> None:
+    """Those beyond the limit of an address are closed at once, those without whole headers after a time."""
+    with dashboard(tmp_path, token="secret", header_s=60, per_address=4) as url:
+        place = ("127.0.0.1", int(url.rpartition(":")[2]))
+        half_open = [socket.create_connection(place, source_address=("127.0.0.9", 0)) for _ in range(60)]
+        for connection in half_open:
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(b"GET / HTTP/1.1\r\nHost: a")
+        assert get(f"{url}/api/runs?token=secret")["runs"] == []
+        closed = [connection for connection in half_open[4:] if ended(connection)]
+        assert len(closed) == 56
+        for connection in half_open:
+            connection.close()
+    with dashboard(tmp_path, token="secret", header_s=2.0) as url:
+        connection = HTTPConnection(url.removeprefix("http://"))
+        for _ in range(2):  # a connection is kept for further requests
+            connection.request("GET", "/api/runs?token=secret")
+            assert connection.getresponse().read()
+        assert connection.sock is not None
+        connection.sock.sendall(b"GET / HTTP/1.1\r\n")
+        assert ended(connection.sock)
+
+
+def ended(connection: socket.socket) -> bool:
+    """Wait for the end of a connection."""
+    connection.settimeout(60)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def test_deeply_nested_records_are_refused(tmp_path: Path, dashboard: Callable[..., Any]) -> None:
+    for depth in (300, 900):
+        (tmp_path / f"{depth}").mkdir()
+        nested = '{"a":' * depth + "[1]" + "}" * depth
+        for file in ("metrics.jsonl", "events.jsonl", "plan.json", "slices.json"):
+            (tmp_path / f"{depth}" / file).write_text(f'{{"step": 1, "event": "start", "x": {nested}}}\n')
+    with dashboard(tmp_path) as url:
+        assert len(get(f"{url}/api/runs")["runs"]) == 2
+        for depth in (300, 900):
+            for part in ("samples", "metrics", "events", "plan", "checkpoints", "logs"):
+                assert status(f"{url}/api/runs/{depth}/{part}") in (200, 400)
+        assert status(f"{url}/api/runs/900/samples") == 400
 
 
 def test_addresses() -> None:

@@ -287,6 +287,19 @@ def test_rank_correlation() -> None:
         ("RoCE 1600Gb/s per node", 8, 25.0),
         ("Omni-Path 4x100Gb", 8, 6.25),
         ("IB 8x50GB/s", 8, 50.0),
+        ("4x ConnectX-8 IB XDR 800 Gb/s", 4, 100.0),
+        ("8x Thor2 400GbE, Storage: 1x BlueField-3 800Gb/s", 8, 50.0),
+        ("2 x Ethernet Controller X710 for 10GBASE-T, 8 x BCM57608 100Gb/200Gb/400Gb Ethernet", 8, 50.0),
+        # MLPerf: the compute network, where cards for storage and management come first, or have no counterpart
+        (
+            "Storage+Management: 1x NVIDIA BlueField 2 DPU 100Gb/s, Compute: 8x NVIDIA ConnectX-7 IB NDR 400Gb/s",
+            8,
+            50.0,
+        ),
+        ("Storage: 2x BF3 ConnectX-7 400Gb/s, Compute: 8x BF3 ConnectX-7 200Gb/s, Manageme", 8, 25.0),
+        ("Storage&Compute: 4x ConnectX-7 IB NDR 400Gb/s, Management: 25Gb/s Ethernet NIC", 4, 50.0),
+        ("Storage+Management: 1x NVIDIA BlueField 2 DPU 100Gb/s, Compute: 8x NVIDIA Connect", 8, 25.0),
+        ("Management: 1x Ethernet 10Gb/s", 8, 25.0),
     ],
 )
 def test_spellings_of_networks(text: str, per_node: int, gb_s: float) -> None:

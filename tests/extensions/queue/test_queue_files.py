@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,14 @@ from weft.extensions.queue.queue_folder import QueueFolder
 from weft.extensions.queue.records import Capacity, QueuedGpu, QueueSettings, Request
 from weft.extensions.queue.scheduling import impossible
 from weft.job.errors import MachineError
+from weft.launch.queue import queue_folder as queue_folder
+from weft.launch.queue.atomic_files import MAX_BYTES
+from weft.launch.queue.claim import claim
+from weft.launch.queue.fair_share import UsageFile
+from weft.launch.queue.listing import queue_state
+from weft.launch.queue.queue_folder import LAPSE_S, QueueFolder, boot_id
+from weft.launch.queue.records import Capacity, ClaimRecord, QueuedGpu, QueueSettings, Request
+from weft.launch.queue.scheduling import impossible
 
 MACHINE = Capacity((QueuedGpu("GPU-0", "test", 80.0),), (0, 1), 8.0)
 
@@ -52,6 +62,45 @@ def test_a_held_claim_whose_record_is_damaged_keeps_its_resources(queue: QueueFo
             ):
                 pass
     assert list(queue.claims.iterdir()) == [], "a damaged record is removed with its claim"
+
+
+def waiting(queue: QueueFolder, name: str, uid: int, **fields: object) -> int:
+    """Write the files of a claim that asks for all cores, as a user could: the handle of its lock."""
+    handle = queue.new_lock(name)
+    record = ClaimRecord(name, name, Request(cores=2), os.getpid(), 0.0, boot_id(), time.time())
+    queue.write(replace(record, **fields))  # type: ignore[arg-type]
+    os.chown(queue.claims / f"{name}.json", uid, -1)
+    return handle
+
+
+def test_forged_priority_and_age_are_bounded(queue: QueueFolder) -> None:
+    began = int(time.time())
+    handles = [
+        waiting(queue, "honest", 4001, priority=10),
+        waiting(queue, "forged", 4002, priority=10**9, created=0.0, idle_s=-1.0),
+        waiting(queue, "root", 0, priority=11),
+    ]
+    os.utime(queue.claims / "forged.json", (0, 0))
+    with queue.locked():
+        state = queue.read(time.time())
+    claims = {record.id: record for record in state.live}
+    assert (claims["forged"].priority, claims["root"].priority) == (10, 11)
+    assert claims["forged"].created >= max(began, claims["honest"].created)
+    assert list(state.schedule.granted) == ["root"] and list(state.schedule.waiting) == ["honest", "forged"]
+    for handle in handles:
+        os.close(handle)
+
+
+def test_a_grant_that_is_not_taken_lapses(queue: QueueFolder) -> None:
+    handles = [waiting(queue, name, uid) for name, uid in (("first", 4001), ("second", 4002), ("third", 4003))]
+    granted, now = [], time.time()
+    with queue.locked():
+        for seconds in (0.0, LAPSE_S - 1, LAPSE_S + 1, LAPSE_S + 2, 3 * LAPSE_S, 4 * LAPSE_S, 9 * LAPSE_S):
+            granted += queue.read(now + seconds).schedule.granted
+        assert granted == ["first", "first", "second", "second", "third", "third", "first"]
+        assert list(QueueFolder(queue.path).read(now).schedule.granted) == ["first"]  # each process judges by itself
+    for handle in handles:
+        os.close(handle)
 
 
 def test_files_that_would_block_every_user(queue: QueueFolder) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from weft.data.chat.template import ChatTemplate, Message
 from weft.data.formats.record_files import Record
-from weft.data.tokenizer import ByteTokenizer, Tokenizer, Tokens, utf8
+from weft.data.tokenizer import ByteTokenizer, Tokenizer, Tokens, encoding, utf8
 
 Mask = NDArray[np.uint8]
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
@@ -109,7 +109,7 @@ class ConversationEncoder:
         inner: Any = self.tokenizer.inner  # type: ignore[attr-defined]
         before, inner.encode_special_tokens = inner.encode_special_tokens, False
         try:
-            found = inner.encode(utf8(text).decode("utf-8"), add_special_tokens=False)
+            found = encoding(inner, utf8(text).decode("utf-8"))
         finally:
             inner.encode_special_tokens = before
         starts = np.array([start for start, _ in found.offsets], dtype=np.int64)

@@ -212,9 +212,14 @@ def detect(text: str, path: Path) -> bool:
     return has_keys(text, "base_model")
 
 
+def _defaults(settings: Settings) -> dict[str, tuple[Any, str]]:
+    found = training_arguments.defaults(settings, "micro_batch_size", 1, "num_epochs", 1)
+    return {**found, "optim.schedule": ("cosine", "the default of axolotl")}
+
+
 AXOLOTL = SourceFormat(
     "axolotl", "an axolotl config", read, detect, TABLE,
-    defaults=lambda settings: {**training_arguments.DEFAULTS, "optim.schedule": ("cosine", "the default of axolotl")},
+    defaults=_defaults,
     missing={
         "model": "no base_model; add model=hf:PATH",
         "data.source": "add data.source=PATH, a file of data.format or a token store made by weft data build",

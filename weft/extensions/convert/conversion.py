@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ COMBINED: dict[tuple[str, frozenset[Any]], Any] = {("memory.offload", frozenset(
 """Job fields of which one value holds what two settings say."""
 INSTEAD = {"data.source": "data.mixture"}
 """Job fields that are not missing where another one is given."""
-UNKNOWN = Result(note="not in the table", status="unknown")
+UNKNOWN, EMPTY = Result(note="not in the table", status="unknown"), Result(note="empty", status="not needed")
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,13 @@ class Conversion:
         }  # fmt: skip
 
     def lines(self) -> list[str]:
-        """The report: a line for each setting, what is missing, and a count."""
-        shown = [_shorten(f"{s.key} = {_text(s.value)}" if s.status != "default" else s.key) for s in self.settings]
+        """The report: a line for each setting, one for those not in the table, what is missing, and a count."""
+        known = [s for s in self.settings if s.status != "unknown"]
+        unknown = [s.key for s in self.settings if s.status == "unknown"]
+        shown = [_shorten(f"{s.key} = {_text(s.value)}" if s.status != "default" else s.key) for s in known]
         width = min(52, max((len(text) for text in shown), default=0))
         found = [f"{self.file}: {self.source.title}"]
-        for setting, text in zip(self.settings, shown, strict=True):
+        for setting, text in zip(known, shown, strict=True):
             fields = ", ".join(f"{k}: {_shorten(_text(v))}" for k, v in setting.job.items())
             if not setting.job:
                 result = f"{setting.status}{': ' if setting.note else ''}{setting.note}"
@@ -86,6 +89,8 @@ class Conversion:
                 kind = "" if setting.status == "mapped" else f"{setting.status}: "
                 result = fields + (f"  ({kind}{setting.note})" if setting.note else "")
             found.append(f"  {text:<{width}}  → {result}")
+        if unknown:
+            found.append(f"  unknown, so not in the job: {', '.join(unknown)}")
         counts = Counter(s.status for s in self.settings)
         found.append(", ".join(f"{n} {status}" for status, n in counts.items()) or "no settings")
         return found + [f"missing: {text}" for text in self.missing]
@@ -94,7 +99,10 @@ class Conversion:
 def _text(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
-    return str(value)
+    try:
+        return str(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        return "a huge integer"
 
 
 def _shorten(text: str, length: int = 76) -> str:
@@ -105,13 +113,18 @@ def apply_table(
     source: SourceFormat, settings: Settings, file: str, name: str, nproc: int | None, overrides: Sequence[str] = ()
 ) -> Conversion:
     """The job of a file's settings, with one line for each of them."""
-    settings.ranks = nproc or source.ranks(settings)
+    with _converting(file):
+        settings.ranks = nproc or source.ranks(settings)
+        defaults = source.defaults(settings)
     raw: dict[str, Any] = {"name": name}
     given: dict[str, tuple[str, Any]] = {}
     found: list[ConvertedSetting] = []
     for key, value in settings.items():
         rule = find_rule(source.table, key)
-        result = UNKNOWN if rule is None else _apply(rule, value, settings, f"{file}: {key}")
+        if rule is None:
+            result = EMPTY if _is_empty_section(key, value, source.table) else UNKNOWN
+        else:
+            result = _apply(rule, value, settings, f"{file}: {key}")
         notes = [result.note] if result.note else []
         result = _combined(result, given)
         for job_field, new in result.job.items():
@@ -120,12 +133,12 @@ def apply_table(
         try:
             raw = _with(raw, result.job)
         except JobError as error:
-            if isinstance(value, str) and as_number(value) is None:
+            if isinstance(value, str) and not _is_number(value):
                 raise JobError(f"{file}: {key} = {_shorten(value)}: {error}") from None
             result, notes = Result(status="refused"), [str(error)]
         given |= {job_field: (key, new) for job_field, new in result.job.items()}
         found.append(ConvertedSetting(key, value, result.status, result.job, "; ".join(notes)))
-    for job_field, (value, note) in source.defaults(settings).items():
+    for job_field, (value, note) in defaults.items():
         if job_field not in given:
             raw = _with(raw, {job_field: value})
             given[job_field] = ("", value)
@@ -146,6 +159,11 @@ def apply_table(
     return Conversion(file, source, tuple(found), tuple(missing), parse_job(raw))
 
 
+def _is_empty_section(key: str, value: Any, table: Table) -> bool:
+    """Whether a section has no settings, such as `[optimizer]` without lines."""
+    return value in (None, {}, []) and any(name.startswith(f"{key}.") for name in table)
+
+
 def _combined(result: Result, given: Mapping[str, tuple[str, Any]]) -> Result:
     """The result, with values that also say what an earlier setting said."""
     together: dict[str, Any] = {
@@ -163,10 +181,25 @@ def _combined(result: Result, given: Mapping[str, tuple[str, Any]]) -> Result:
 
 
 def _apply(rule: Rule, value: Any, settings: Settings, where: str) -> Result:
-    try:
+    with _converting(f"{where} = {_shorten(_text(value))}"):
         return rule(value, settings)
-    except (TypeError, ValueError, KeyError, IndexError, ZeroDivisionError, AttributeError):
-        raise JobError(f"{where} = {_shorten(_text(value))} is not a value that can be converted") from None
+
+
+@contextlib.contextmanager
+def _converting(what: str) -> Iterator[None]:
+    """Refuse values of other types and sizes than a rule can convert."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        why = f" ({error})" if isinstance(error, ValueError) and "not finite" in str(error) else ""
+        raise JobError(f"{what} is not a value that can be converted{why}") from None
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return as_number(text) is not None
+    except ValueError:
+        return True
 
 
 def _with(raw: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:

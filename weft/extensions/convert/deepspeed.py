@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +250,7 @@ def read_json(text: str, file: str) -> Any:
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
-        if repeated := [key for key in keys if keys.count(key) > 1]:
+        if repeated := [key for key, times in Counter(keys).items() if times > 1]:
             raise JobError(f"{file}: the key {repeated[0]!r} is repeated; keep one of them")
         return dict(pairs)
 

@@ -44,7 +44,7 @@ def _type(value: Any, settings: Settings) -> Result:
     kind = record_format(value)
     if kind is None:
         return Result(note="data.format is text, chat or instruction", status="no counterpart")
-    if len(_sources(settings)) > 1:
+    if "datasets.1.path" in settings:
         return Result(note="part of data.mixture", status="not needed")
     return Result({"data.format": kind})
 
@@ -62,7 +62,8 @@ def _packing(value: Any, settings: Settings) -> Result:
 
 
 AXOLOTL: dict[str, Rule] = {
-    "datasets.*.path": _path,
+    "datasets.0.path": _path,
+    "datasets.*.path": unneeded("part of data.mixture"),
     "datasets.*.type": _type,
     "datasets.*.field": to("data.field"),
     "datasets.*.data_files": unneeded("part of data.source"),

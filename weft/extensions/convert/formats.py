@@ -14,21 +14,34 @@ from weft.extensions.convert.deepspeed import DEEPSPEED
 from weft.extensions.convert.llamafactory import LLAMAFACTORY
 from weft.extensions.convert.megatron import MEGATRON
 from weft.extensions.convert.torchtitan import TORCHTITAN
+from weft.convert.accelerate import ACCELERATE
+from weft.convert.axolotl import AXOLOTL
+from weft.convert.conversion import Conversion, SourceFormat, apply_table
+from weft.convert.deepspeed import DEEPSPEED
+from weft.convert.llamafactory import LLAMAFACTORY
+from weft.convert.llamafactory_v1 import LLAMAFACTORY_V1
+from weft.convert.megatron import MEGATRON
+from weft.convert.torchtitan import TORCHTITAN
+from weft.convert.torchtitan_python import TORCHTITAN_PYTHON
 from weft.job.errors import JobError
 from weft.job.registry import did_you_mean
 from weft.job.text_file import MAX_BYTES, read_small_text
 
 FORMATS: dict[str, SourceFormat] = {
-    source.name: source for source in (DEEPSPEED, TORCHTITAN, ACCELERATE, AXOLOTL, LLAMAFACTORY, MEGATRON)
-}
+    source.name: source
+    for source in (
+        DEEPSPEED, TORCHTITAN_PYTHON, TORCHTITAN, ACCELERATE, AXOLOTL, LLAMAFACTORY, LLAMAFACTORY_V1, MEGATRON,
+    )
+}  # fmt: skip
 """By name; the first that recognises a file is used."""
 
 
 def convert(
     file: str, overrides: Sequence[str] = (), source: str | None = None, nproc: int | None = None
 ) -> Conversion:
-    """The job of another library's file; `-` is stdin. `source` is the name of its format, else it is recognised."""
-    path = Path(file)
+    """The job of another library's file; `-` is stdin, FILE.py:NAME is one of the configs of a Python file. `source` is
+    the name of its format, else it is recognised."""
+    path = Path(file if ".py:" not in file or Path(file).exists() else file.rpartition(":")[0])
     text = sys.stdin.read(MAX_BYTES) if file == "-" else read_small_text(path)
     if source is not None and source not in FORMATS:
         raise JobError(

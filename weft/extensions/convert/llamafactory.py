@@ -165,7 +165,9 @@ def detect(text: str, path: Path) -> bool:
 
 
 def _defaults(settings: Settings) -> dict[str, tuple[Any, str]]:
-    defaults = {**training_arguments.DEFAULTS, "data.seq_len": (2048, "the default of cutoff_len")}
+    defaults = training_arguments.defaults(settings, "per_device_train_batch_size", 8, "num_train_epochs", 3)
+    defaults["data.seq_len"] = (2048, "the default of cutoff_len")
+    defaults["data.val_fraction"] = (0.0, "the default of val_size")
     if settings.get("finetuning_type") == "lora":
         rank = settings.number("lora_rank", default=training_arguments.LORA_RANK)
         defaults["model.lora.alpha"] = (2 * rank, "the default of LLaMA-Factory: twice lora_rank")

@@ -11,6 +11,13 @@ from weft.extensions.convert.megatron_layout import LAYOUT_RULES
 from weft.extensions.convert.megatron_model import MODEL_RULES
 from weft.extensions.convert.megatron_training import LAUNCH, TRAINING_RULES
 from weft.extensions.convert.settings import Result, Rule, Settings
+from weft.convert.conversion import SourceFormat
+from weft.convert.megatron_command import LAUNCHERS, arguments_of
+from weft.convert.megatron_layout import LAYOUT_RULES
+from weft.convert.megatron_model import MODEL_RULES
+from weft.convert.megatron_other import OTHER_RULES
+from weft.convert.megatron_training import LAUNCH, TRAINING_RULES
+from weft.convert.settings import Result, Rule, Settings
 
 
 def _unresolved(rule: Rule) -> Rule:
@@ -33,7 +40,8 @@ def _unresolved(rule: Rule) -> Rule:
 _LAUNCHER = {name: LAUNCH for name in LAUNCHERS if name not in TRAINING_RULES}
 
 TABLE: dict[str, Rule] = {
-    key: _unresolved(rule) for key, rule in (MODEL_RULES | LAYOUT_RULES | TRAINING_RULES | _LAUNCHER).items()
+    key: _unresolved(rule)
+    for key, rule in (MODEL_RULES | LAYOUT_RULES | TRAINING_RULES | _LAUNCHER | OTHER_RULES).items()
 }
 
 
@@ -52,6 +60,8 @@ def _defaults(settings: Settings) -> dict[str, tuple[Any, str]]:
         "model.norm": ("layernorm", "Megatron's default"), "model.tied": (True, "Megatron's default"),
         "model.bias": (True, "Megatron's default"), "model.dropout": (0.1, "Megatron's default"),
         "model.positions": ("learned", "Megatron's default"), "model.activation": ("gelu", "Megatron's default"),
+        "model.norm_eps": (1e-5, "Megatron's default"), "optim.clip": (1.0, "Megatron's default"),
+        "comm.timeout_s": (600, "Megatron's default"),
         "parallel.sequence": (False, "--sequence-parallel is off"),
         "parallel.dp_replicate": (-1, "--use-distributed-optimizer is off"),
         "parallel.dp_shard": (1, "--use-distributed-optimizer is off"),
@@ -62,6 +72,8 @@ def _defaults(settings: Settings) -> dict[str, tuple[Any, str]]:
     sharded = ("use-distributed-optimizer", "use-torch-fsdp2", "use-megatron-fsdp", "use-custom-fsdp")
     if settings.is_on(*sharded):
         del found["parallel.dp_replicate"], found["parallel.dp_shard"]
+    if settings.get("position-embedding-type") in ("rope", "yarn") or settings.is_on("use-rotary-position-embeddings"):
+        found["model.rope_theta"] = (10000, "Megatron's default")
     if not {"num-layers", "hidden-size"} & settings.keys():
         found = {key: value for key, value in found.items() if not key.startswith("model.")}
     return found

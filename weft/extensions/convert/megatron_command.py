@@ -9,15 +9,20 @@ from itertools import chain
 from weft.extensions.convert.settings import Settings
 from weft.job.errors import JobError
 
-ARRAY = re.compile(r"^\s*(?:export\s+|declare\s+-a\s+)?(\w+)(\+?)=\((.*?)\)[ \t]*;?[ \t]*$", re.DOTALL | re.MULTILINE)
-QUOTED = re.compile(r"""^\s*(?:export\s+)?(\w+)(\+?)=(["'])(.*?)\3[ \t]*;?[ \t]*$""", re.DOTALL | re.MULTILINE)
-PLAIN = re.compile(r"^\s*(?:export\s+)?(\w+)()=([^\s\"'(]*)[ \t]*;?[ \t]*$", re.MULTILINE)
+ARRAY = re.compile(r"^[ \t]*(?:export\s+|declare\s+-a\s+)?(\w+)(\+?)=(\()", re.MULTILINE)
+QUOTED = re.compile(r"""^[ \t]*(?:export\s+)?(\w+)(\+?)=(["'])""", re.MULTILINE)
+PLAIN = re.compile(r"^[ \t]*(?:export\s+)?(\w+)()=([^\s\"'(]*)[ \t]*;?[ \t]*$", re.MULTILINE)
+ENDS = {
+    start: re.compile(rf"{end}[ \t]*;?[ \t]*$", re.MULTILINE)
+    for start, end in zip("(\"'", (r"\)", '"', "'"), strict=True)
+}
+"""What ends a value of several lines, by what begins it."""
 VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)")
 LAUNCHERS = ("nproc_per_node", "nproc-per-node", "nnodes", "node_rank", "node-rank", "master_addr", "master_port",
              "rdzv_id", "rdzv_backend", "rdzv_endpoint", "master-addr", "master-port", "rdzv-id", "rdzv-backend",
              "rdzv-endpoint", "max_restarts", "log_dir", "standalone", "tee", "redirects")  # fmt: skip
 """Arguments of torchrun, which come before the script."""
-MAX_EXPANSION = 2**20
+MAX_EXPANSION = 2**22
 
 
 def _without_comments(text: str) -> str:
@@ -27,14 +32,20 @@ def _without_comments(text: str) -> str:
 
 def _expand(text: str, values: dict[str, str]) -> str:
     """The text with variables replaced by their values, also inside values; unknown ones stay as they are."""
+    size = 0
+
+    def value_of(match: re.Match[str]) -> str:
+        nonlocal size
+        name, default, bare = match.groups()
+        value = values.get(name or bare, default if default is not None else match.group(0))
+        size += len(value)
+        if size > MAX_EXPANSION:
+            raise JobError(f"the variables of the script have more than {MAX_EXPANSION:,} characters")
+        return value
+
     for _ in range(8):
-
-        def value_of(match: re.Match[str]) -> str:
-            name, default, bare = match.groups()
-            return values.get(name or bare, default if default is not None else match.group(0))
-
         new = VARIABLE.sub(value_of, text)
-        if new == text or len(new) > MAX_EXPANSION:
+        if new == text:
             break
         text = new
     return text
@@ -44,12 +55,10 @@ def arguments_of(text: str, file: str) -> Settings:
     """The arguments by name, as `num-layers`; those with several values have a list."""
     text = _without_comments(text)
     values: dict[str, str] = {}
-    found: list[tuple[int, str, str, str]] = []
-    for pattern, group in ((ARRAY, 3), (QUOTED, 4), (PLAIN, 3)):
-        for match in pattern.finditer(text):
-            found.append((match.start(), match.group(1), match.group(2), match.group(group)))
-        text = pattern.sub(lambda match: "\n" * match.group(0).count("\n") + " " * 3, text)
-    for _, name, more, value in sorted(found):
+    assigned: list[tuple[int, str, str, str]] = []
+    for pattern in (ARRAY, QUOTED, PLAIN):
+        text = _take_assignments(pattern, text, assigned)
+    for _, name, more, value in sorted(assigned):
         flat = " ".join(value.split())
         values[name] = f"{values.get(name, '')} {flat}" if more else flat
     commands = _expand(text, values)
@@ -62,6 +71,27 @@ def arguments_of(text: str, file: str) -> Settings:
     return _settings(words)
 
 
+def _take_assignments(pattern: re.Pattern[str], text: str, assigned: list[tuple[int, str, str, str]]) -> str:
+    """Add position, name, `+` and value of each assignment; the text with blanks instead of them."""
+    kept, at, endless = list[str](), 0, set[str]()
+    for match in pattern.finditer(text):
+        name, more, value = match.groups()
+        if match.start() < at or value in endless:  # inside a value; no value that begins so ends
+            continue
+        stop = match.end()
+        if value in ENDS:
+            end = ENDS[value].search(text, stop)
+            if end is None:
+                endless.add(value)
+                continue
+            value, stop = text[stop : end.start()], end.end()
+        assigned.append((match.start(), name, more, value))
+        taken = text[match.start() : stop]
+        kept += [text[at : match.start()], " " * 3 + "\n" * taken.count("\n")]
+        at = stop
+    return "".join([*kept, text[at:]])
+
+
 def _settings(words: list[str]) -> Settings:
     settings, name = Settings(), None
     parts = ([part.strip("'\"") for part in word.split()] if word.startswith("--") else [word] for word in words)
@@ -72,7 +102,10 @@ def _settings(words: list[str]) -> Settings:
             settings[name] = value if sign else True
         elif name is not None and not word.endswith(".py") and not _ends(word):
             given = settings[name]
-            settings[name] = word if given is True else [*(given if isinstance(given, list) else [given]), word]
+            if isinstance(given, list):
+                given.append(word)
+            else:
+                settings[name] = word if given is True else [given, word]
         else:
             name = None
     return settings

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -31,6 +33,19 @@ class Settings(dict[str, Any]):
     """The settings of a file by dotted key, and the number of ranks it was written for, if known."""
 
     ranks: int | None = None
+
+    def section(self, prefix: str) -> Settings:
+        """The settings whose keys begin with a prefix, by the rest of their keys."""
+        found = self._sections.get(prefix)
+        if found is None:
+            found = Settings({key[len(prefix) :]: value for key, value in self.items() if key.startswith(prefix)})
+            self._sections[prefix] = found
+        found.ranks = self.ranks
+        return found
+
+    @functools.cached_property
+    def _sections(self) -> dict[str, Settings]:
+        return {}
 
     def number(self, *keys: str, default: float = 1) -> float:
         """The first of these settings that is a number."""
@@ -68,7 +83,11 @@ def find_rule(table: Table, key: str) -> Rule | None:
     """The rule of a setting."""
     if key in table:
         return table[key]
-    return next((rule for pattern, rule in table.items() if "*" in pattern and fnmatchcase(key, pattern)), None)
+    for pattern, rule in table.items():
+        start, star, _ = pattern.partition("*")
+        if star and key.startswith(start) and fnmatchcase(key, pattern):
+            return rule
+    return None
 
 
 def is_off(value: Any) -> bool:
@@ -77,7 +96,7 @@ def is_off(value: Any) -> bool:
 
 
 def as_number(value: Any) -> float | None:
-    """A number, also one written as text; whole numbers are int."""
+    """A number, also one written as text; whole numbers are int. A ValueError if it is not finite, as 1e999."""
     if isinstance(value, bool):
         return None
     if isinstance(value, str):
@@ -87,6 +106,8 @@ def as_number(value: Any) -> float | None:
             return None
     if not isinstance(value, int | float):
         return None
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} is not finite")
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
@@ -159,9 +180,7 @@ def with_prefix(table: Table, prefix: str) -> dict[str, Rule]:
 
     def below(rule: Rule) -> Rule:
         def rule_of_section(value: Any, settings: Settings) -> Result:
-            section = Settings({k[len(prefix) :]: v for k, v in settings.items() if k.startswith(prefix)})
-            section.ranks = settings.ranks
-            return rule(value, section)
+            return rule(value, settings.section(prefix))
 
         return rule_of_section
 

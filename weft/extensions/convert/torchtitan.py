@@ -15,7 +15,6 @@ from weft.extensions.convert.settings import (
     as_number,
     choice,
     flatten,
-    is_off,
     partly,
     switch,
     to,
@@ -37,7 +36,7 @@ PIPELINES: dict[str, dict[str, Any] | str] = {
     "dualpipev": {"parallel.schedule": "dualpipe-v"}, "loopedbfs": "Weft has interleaved-1f1b",
 }  # fmt: skip
 DECAYS: dict[str, dict[str, Any] | str] = {
-    "linear": {"optim.schedule": "wsd"}, "cosine": {"optim.schedule": "cosine"},
+    "linear": {"optim.schedule": "linear"}, "cosine": {"optim.schedule": "cosine"},
     "sqrt": "Weft decays linearly or by a cosine",
 }  # fmt: skip
 FLOAT8: dict[str, Any] = {"precision": "fp8", "fp8.amax": "dynamic", "fp8.head": False}
@@ -48,6 +47,9 @@ LAYERS = {
     "attention": "attn", "feed_forward": "mlp", "layers.": "blocks.",
 }  # fmt: skip
 """Names of layers, and Weft's."""
+SAVES = "checkpoint.enable_checkpoint", "checkpoint.enable"
+EVALUATES = "validation.enabled", "validation.enable", "validator.enable"
+"""Switches of checkpoints and of evaluation in the releases of torchtitan; both are off by default."""
 IN_PARALLEL = "parallelism", "training", "experimental"
 """Sections in which releases of torchtitan had the degrees."""
 
@@ -98,19 +100,22 @@ def _recompute(value: Any, settings: Settings) -> Result:
                    "memory_budget": {"memory.recompute": "auto"}})(value, settings)  # fmt: skip
 
 
-def _every(job_field: str, *enabled: str) -> Rule:
+def every(job_field: str, *enabled: str) -> Rule:
+    """Steps between two events, which happen only where one of the settings `enabled` is on."""
+
     def rule(value: Any, settings: Settings) -> Result:
-        if off := [key for key in enabled if key in settings and is_off(settings[key])]:
-            return Result(note=f"{off[0]} is off", status="not needed")
+        if not settings.is_on(*enabled):
+            given = [key for key in enabled if key in settings]
+            return Result(note=f"{given[0]} is off" if given else f"{enabled[-1]} is not on", status="not needed")
         return to(job_field)(value, settings)
 
     return rule
 
 
 def _validation_steps(value: Any, settings: Settings) -> Result:
-    if as_number(value) == -1:
+    if as_number(value) == -1 and settings.is_on(*EVALUATES):
         return Result({"train.eval_batches": 10**9}, "the whole held-out data")
-    return _every("train.eval_batches", "validation.enable", "validation.enabled")(value, settings)
+    return every("train.eval_batches", *EVALUATES)(value, settings)
 
 
 def _skipped(names: Any) -> list[str]:
@@ -131,6 +136,14 @@ def _decay_ratio(value: Any, settings: Settings) -> Result:
     if (share := as_number(value)) is None:
         return Result(note="empty", status="not needed")
     return Result({"optim.decay": share, "optim.schedule": "wsd"} if share < 1 else {"optim.decay": 1.0})
+
+
+def _decay_type(value: Any, settings: Settings) -> Result:
+    """Without decay_ratio the rate falls from the end of the warm-up on."""
+    share = as_number(settings.get("lr_scheduler.decay_ratio"))
+    if value == "linear" and share is not None and share < 1:
+        return Result({"optim.schedule": "wsd"})
+    return choice(DECAYS)(value, settings)
 
 
 DEGREES: dict[str, Rule] = {
@@ -205,7 +218,7 @@ TABLE: dict[str, Rule] = {
     "optimizer.early_step_in_backward": absent("gradients are clipped before the step"),
     "lr_scheduler.warmup_steps": to("optim.warmup"),
     "training.warmup_steps": to("optim.warmup"),
-    "lr_scheduler.decay_type": choice(DECAYS),
+    "lr_scheduler.decay_type": _decay_type,
     "lr_scheduler.decay_ratio": _decay_ratio,
     "lr_scheduler.min_lr_factor": to("optim.min_lr"),
     "lr_scheduler.lr_min": to("optim.min_lr"),
@@ -257,7 +270,7 @@ TABLE: dict[str, Rule] = {
     "mx.*": absent("precision: fp8 has tensorwise and rowwise scales"),
     "checkpoint.enable_checkpoint": switch({}, {"checkpoint.every": 0}),
     "checkpoint.enable": switch({}, {"checkpoint.every": 0}),
-    "checkpoint.interval": _every("checkpoint.every", "checkpoint.enable_checkpoint", "checkpoint.enable"),
+    "checkpoint.interval": every("checkpoint.every", *SAVES),
     "checkpoint.interval_type": choice({"steps": {}, "seconds": "checkpoint.every counts steps"}),
     "checkpoint.keep_latest_k": to("checkpoint.keep", lambda k: int(k) or 10**6),
     "checkpoint.async_mode": switch({"checkpoint.background": True}),
@@ -272,7 +285,7 @@ TABLE: dict[str, Rule] = {
     "fault_tolerance.*": unneeded("runs recover from lost ranks by themselves"),
     "validation.enable": switch({}, {"train.eval_every": 0}),
     "validation.enabled": switch({}, {"train.eval_every": 0}),
-    "validation.freq": _every("train.eval_every", "validation.enable", "validation.enabled"),
+    "validation.freq": every("train.eval_every", *EVALUATES),
     "validation.steps": _validation_steps,
     "validation.seq_len": absent("evaluation has the sequence length of training"),
     "validation.local_batch_size": unneeded("evaluation uses train.microbatch"),
@@ -295,14 +308,26 @@ def detect(text: str, path: Path) -> bool:
     return path.suffix == ".toml" or any(line.strip() in ("[training]", "[job]") for line in text.splitlines())
 
 
-DEFAULTS: dict[str, tuple[Any, str]] = {
-    "precision": ("bf16", "torchtitan's default of mixed_precision_param"),
-    "optim.schedule": ("linear", "torchtitan's default of decay_type"),
-    "optim.min_lr": (0.0, "torchtitan's default of min_lr_factor"),
-    "train.eval_every": (0, "validation is off by default"),
-}
+def torchtitan_defaults(settings: Settings) -> dict[str, tuple[Any, str]]:
+    """Defaults of torchtitan where Weft has others, or where later versions of Weft might have."""
+    said, saves, evaluates = "torchtitan's default", settings.is_on(*SAVES), settings.is_on(*EVALUATES)
+    batch = _local_batch(8, settings).job
+    given = {"training.batch_size", "training.local_batch_size", "training.num_tokens_per_microbatch_per_dp_rank"}
+    return ({} if given & settings.keys() else {name: (value, said) for name, value in batch.items()}) | {
+        "precision": ("bf16", "torchtitan's default of mixed_precision_param"),
+        "optim.lr": (8e-4, said), "optim.betas": ([0.9, 0.95], said), "optim.weight_decay": (0.1, said),
+        "optim.clip": (1.0, said), "optim.warmup": (200, said),
+        "optim.schedule": ("linear", "torchtitan's default of decay_type"),
+        "optim.min_lr": (0.0, "torchtitan's default of min_lr_factor"),
+        "train.steps": (10000, said), "data.seq_len": (2048, said), "memory.recompute": ("selective", said),
+        "train.compile": (False, said), "watch.every": (10, said), "comm.timeout_s": (100, said),
+        "checkpoint.every": (500, said) if saves else (0, "checkpoints are off by default"),
+        "train.eval_every": (10, said) if evaluates else (0, "validation is off by default"),
+    }  # fmt: skip
+
+
 TORCHTITAN = SourceFormat(
-    "torchtitan", "a torchtitan config", read, detect, TABLE, defaults=lambda settings: DEFAULTS,
+    "torchtitan", "a torchtitan config", read, detect, TABLE, defaults=torchtitan_defaults,
     missing={
         "model": "no known model.flavor; add model.shape=… or the model's fields",
         "data.source": "add data.source=FOLDER, a token store made by weft data build, else Weft reads pydoc",

@@ -301,4 +301,20 @@ DEFAULTS: dict[str, tuple[Any, str]] = {
     "train.seed": (42, "the default of TrainingArguments"),
     "train.eval_every": (0, "evaluation is off by default"),
     "checkpoint.every": (500, "the default of TrainingArguments"),
+    "optim.clip": (1.0, "the default of TrainingArguments"),
+    "watch.every": (500, "the default of TrainingArguments"),
+    "comm.timeout_s": (1800, "the default of TrainingArguments"),
 }
+
+
+def defaults(
+    settings: Settings, batch_key: str, batch: int, epochs_key: str, epochs: int
+) -> dict[str, tuple[Any, str]]:
+    """The defaults, with the batch and the length of a run that gives none."""
+    found, said = dict(DEFAULTS), "the default of {}"
+    if as_number(settings.get(batch_key)) is None:
+        fields = device_batch("gradient_accumulation_steps")(batch, settings).job
+        found |= {name: (value, said.format(batch_key)) for name, value in fields.items()}
+    if settings.number("max_steps", default=0) <= 0:
+        found["train.epochs"] = (epochs, said.format(epochs_key))
+    return found

@@ -10,8 +10,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from weft.watch.dash.serve import is_loopback
+
 COOKIE = "weft_dash"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SECURITY_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -49,12 +50,13 @@ class AccessControl:
         if self.token is None:
             host = headers.get("host", "").strip().lower()
             name = host[1:].split("]")[0] if host.startswith("[") else host.split(":")[0]
-            return None if name in LOOPBACK else PlainTextResponse("this host name is not served\n", 421)
+            return None if is_loopback(name) else PlainTextResponse("this host name is not served\n", 421)
         query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         if self._matches(query.pop("token", "")):
             if scope["path"].startswith("/api/"):
                 return None
-            answer = RedirectResponse(scope["path"] + (f"?{urlencode(query)}" if query else ""), 303)
+            path = "/" + scope["path"].lstrip("/\\")  # //host/ would be another server
+            answer = RedirectResponse(path + (f"?{urlencode(query)}" if query else ""), 303)
             answer.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
             return answer
         bearer = headers.get("authorization", "").removeprefix("Bearer ")

@@ -93,6 +93,8 @@ class _Dash:
                 return _json(await run_in_threadpool(read, entry, request))
             except _BadRequest as error:
                 return _json({"error": str(error)}, 400)
+            except RecursionError:
+                return _json({"error": "a file of this run has JSON that is nested too deeply to be shown"}, 400)
 
         return answer
 

@@ -10,6 +10,7 @@ import socket
 import webbrowser
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from weft.job.errors import MachineError
 
@@ -23,6 +24,8 @@ def serve(roots: Sequence[Path], host: str, port: int, open_browser: bool, log: 
 
     from weft.extensions.dash.app import create_app
     from weft.watch.runs.run_catalog import RunCatalog
+    from weft.watch.dash.app import create_app
+    from weft.watch.dash.run_catalog import RunCatalog
 
     sock = listen_on(host, port)
     token = None if is_loopback(host) else os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
@@ -36,12 +39,22 @@ def serve(roots: Sequence[Path], host: str, port: int, open_browser: bool, log: 
     if open_browser:
         with contextlib.suppress(webbrowser.Error, OSError):
             webbrowser.open(url)
-    config = uvicorn.Config(
-        create_app(RunCatalog(roots), token), log_level="warning", access_log=False, timeout_graceful_shutdown=1,
-        server_header=False,
-    )  # fmt: skip
     with contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[sock])
+        make_server(create_app(RunCatalog(roots), token)).run(sockets=[sock])
+
+
+def make_server(app: Any, **limits: Any) -> Any:
+    """uvicorn with limits of connections; `limits` are arguments of limited_protocol."""
+    import uvicorn
+
+    from weft.watch.dash.connections import limited_protocol
+
+    return uvicorn.Server(
+        uvicorn.Config(
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, server_header=False, ws="none",
+            http=limited_protocol(**limits),
+        )
+    )  # fmt: skip
 
 
 def is_loopback(host: str) -> bool:

@@ -80,13 +80,12 @@ def row_cluster(line: Mapping[str, str], gpus: int) -> ClusterFacts:
 
 
 def network_of(text: str, per_node: int, device: Device) -> tuple[float, float]:
-    """GB/s per device and latency in µs, from text such as `IB HDR 8x200Gb`, `IB NDR` or
-    `1600Gb/s per node`."""
+    """GB/s per device and latency in µs, from text such as `IB HDR 8x200Gb`, `IB NDR`, `1600Gb/s per node` or
+    `Storage: 1x BlueField 100Gb/s, Compute: 8x ConnectX-7 400Gb/s`."""
+    text = _compute_network(text)
     usual = find_network(device.network)
     latency = 5.0 if re.search(r"roce|ethernet|efa", text, re.I) else usual.latency_us
-    cards = re.findall(r"(\d+)\s*x\s*(?:\S* ?ConnectX-\d+ (?:IB \w+ )?)?(\d+)\s*(Gb|GB)", text)
-    total = max((int(count) * int(speed) / (8 if unit == "Gb" else 1) for count, speed, unit in cards), default=0)
-    if total:  # the compute network, where storage has its own
+    if total := max(map(_cards_gb_s, _CARDS.split(text)), default=0.0):
         return total / per_node, latency
     if found := re.search(r"\b([xnhe]dr|slingshot)\b", text, re.I):
         word = found[1].lower()
@@ -94,3 +93,23 @@ def network_of(text: str, per_node: int, device: Device) -> tuple[float, float]:
     if found := re.search(r"([1-9]\d*)\s*Gb(?:ps|/s)", text):
         return int(found[1]) / 8 / per_node, latency
     return usual.gb_s, latency
+
+
+_CARDS = re.compile(r"[,;]|\s\+\s|(?=\b\d+\s*x(?![a-z]))")
+"""What separates one kind of card from the next, as the number that begins `8x ConnectX-7 400Gb/s`."""
+_SPEED = re.compile(r"(\d+)\s*(Gb|GB)(?:ps|it|E)?\b")
+
+
+def _compute_network(text: str) -> str:
+    """The text without the parts that are labelled as cards for storage or management."""
+    parts = [part.strip() for part in re.split(r"[,;]", text)]
+    labels = [part.partition(":")[0].lower() if ":" in part else "" for part in parts]
+    other = [re.search("storage|management", label) and "compute" not in label for label in labels]
+    return ", ".join(part for part, skipped in zip(parts, other, strict=True) if not skipped)
+
+
+def _cards_gb_s(cards: str) -> float:
+    """GB/s of cards such as `8x ConnectX-7 IB NDR 400Gb/s`; the highest of the speeds that a card can have."""
+    count = re.match(r"(\d+)\s*x", cards)
+    speeds = [int(speed) / (8 if unit == "Gb" else 1) for speed, unit in _SPEED.findall(cards)]
+    return int(count[1]) * max(speeds, default=0.0) if count else 0.0

@@ -30,6 +30,8 @@ DEFAULT_FOLDER = "/var/lib/weft/queue"
 VARIABLE = "WEFT_QUEUE"
 """Names another folder."""
 LOCK_TIMEOUT_S, LOCK_POLL_S = 60.0, 0.01
+LAPSE_S = 15.0
+"""A claim that does not take its grant for this long goes last. Waiting processes look every two seconds."""
 FOR_ALL, SHARED_FOLDER = 0o666, 0o1777
 """Every user may lock the folder, and create files in it; only their owner may delete them."""
 
@@ -49,6 +51,8 @@ class QueueFolder:
     def __init__(self, path: Path):
         self.path, self.claims, self.usage = path, path / "claims", path / "usage"
         self._read_before: dict[tuple[str, int, int], ClaimRecord] = {}
+        self._granted_at: dict[str, float] = {}
+        self._lapsed: set[str] = set()
         try:
             self.settings = QueueSettings.from_json(json.loads((path / "settings.json").read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -114,8 +118,26 @@ class QueueFolder:
         names = {claim.uid: user_name(claim.uid) for claim in (*live, *ended)}
         usage = weighted_usage(self.usage, self.settings, live, ended, names, now)
         self._remove(ended, now)
-        schedule = make_schedule(self.settings.machine, live, usage, describe_claim)
+        schedule = make_schedule(self.settings.machine, live, usage, describe_claim, self._lapsed)
+        if self._note_lapses(schedule, now):
+            schedule = make_schedule(self.settings.machine, live, usage, describe_claim, self._lapsed)
         return QueueState(tuple(live), schedule, usage)
+
+    def _note_lapses(self, schedule: ClaimSchedule, now: float) -> bool:
+        """Whether more claims than before have left their grants too long.
+
+        Every process judges by what it sees, because the owner of a claim can write anything into the folder.
+        """
+        self._granted_at = {claim_id: self._granted_at.get(claim_id, now) for claim_id in schedule.granted}
+        late = {claim_id for claim_id, since in self._granted_at.items() if now - since > LAPSE_S} - self._lapsed
+        self._lapsed |= late
+        return bool(late)
+
+    def _bounded(self, record: ClaimRecord, seen: float, written: float) -> ClaimRecord:
+        """The record with what its owner cannot claim: a priority above the limit, or an age above that of the file."""
+        priority = record.priority if record.uid == 0 else min(record.priority, self.settings.max_priority)
+        created = record.created if record.held else max(record.created, written)
+        return replace(record, seen=seen, priority=priority, created=created)
 
     def _records(self) -> tuple[list[ClaimRecord], list[ClaimRecord]]:
         live: list[ClaimRecord] = []
@@ -134,7 +156,7 @@ class QueueFolder:
                 seen = lock.lstat().st_mtime if lock.exists() else status.st_mtime
             except OSError:
                 continue
-            key = (path.name, status.st_ino, status.st_mtime_ns)
+            key = (path.name, status.st_ino, status.st_ctime_ns)
             record = self._read_before.get(key) or ClaimRecord.load(path, status.st_uid, seen)
             if record is None:
                 if is_locked(lock):
@@ -142,7 +164,8 @@ class QueueFolder:
                 else:
                     _unlink_own(path)
                 continue
-            found[key] = record = replace(record, seen=seen)
+            # nobody can set the ctime of a file
+            found[key] = record = self._bounded(record, seen, status.st_ctime)
             if record.boot == boot and is_locked(lock):
                 live.append(record)
             else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from weft.extensions.queue.records import Capacity, ClaimRecord, Request
@@ -84,8 +84,10 @@ def make_schedule(
     claims: Iterable[ClaimRecord],
     usage: Mapping[int, float],
     describe: Callable[[ClaimRecord], str] = lambda claim: claim.id,
+    lapsed: Container[str] = (),
 ) -> ClaimSchedule:
-    """Decide for all live claims. `usage`: weighted past use of each user; less goes first at equal priority.
+    """Decide for all live claims. `usage`: weighted past use of each user; less goes first at equal priority. `lapsed`:
+    claims that go last, because they did not take what was granted to them.
 
     A claim that has to wait keeps what is free of its request, so that smaller ones behind it cannot starve it.
     """
@@ -94,7 +96,7 @@ def make_schedule(
     free = FreeResources.after(machine, held)
     order = sorted(
         (claim for claim in claims if not claim.held),
-        key=lambda claim: (-claim.priority, usage.get(claim.uid, 0.0), claim.created, claim.id),
+        key=lambda claim: (claim.id in lapsed, -claim.priority, usage.get(claim.uid, 0.0), claim.created, claim.id),
     )
     result = ClaimSchedule()
     first_waiting: ClaimRecord | None = None
