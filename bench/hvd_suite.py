@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import json
 import os
+import runpy
 import signal
 import sys
 import tempfile
@@ -32,6 +33,19 @@ FILES = {
     "test/single/test_torch_elastic.py": 1,
 }
 """Test files and their numbers of ranks."""
+
+EXAMPLES = {
+    "examples/pytorch/pytorch_mnist.py": "--epochs 1 --no-cuda --data-dir data --gradient-predivide-factor 2",
+    "examples/pytorch/pytorch_mnist.py --use-adasum": "--epochs 1 --no-cuda --data-dir data",
+    "examples/pytorch/pytorch_synthetic_benchmark.py": "--no-cuda --model resnet18 --batch-size 2 "
+    "--num-warmup-batches 1 --num-batches-per-iter 1 --num-iters 2 --fp16-allreduce",
+    "examples/pytorch/pytorch_imagenet_resnet50.py": "--no-cuda --epochs 1 --batch-size 2 --val-batch-size 2 "
+    "--train-dir images --val-dir images",
+    "examples/elastic/pytorch/pytorch_mnist_elastic.py": "--epochs 1 --no-cuda --data-dir data",
+    "examples/elastic/pytorch/pytorch_synthetic_benchmark_elastic.py": "--no-cuda --model resnet18 --batch-size 2 "
+    "--num-warmup-batches 1 --num-batches-per-iter 1 --num-iters 2",
+}
+"""Example scripts (with further arguments) and their arguments. They need torchvision; data is made up."""
 
 TIMEOUT_S = 60.0
 
@@ -92,6 +106,35 @@ def run_rank(case: unittest.TestCase, rank: int, ranks: int, folder: Path) -> No
     (folder / f"{rank}.json").write_text(json.dumps(outcome))
 
 
+class Example(unittest.TestCase):
+    """An example script as a test."""
+
+    def __init__(self, checkout: Path, name: str) -> None:
+        super().__init__("test_example")
+        self.checkout, self.name = checkout, name
+
+    def test_example(self) -> None:
+        script, *more = self.name.split()
+        folder = Path(os.environ["WEFT_STORE"]).parent / os.environ["RANK"]
+        (folder / "home").mkdir(parents=True)
+        os.environ |= {"HOME": str(folder / "home"), "WEFT_ELASTIC_DIR": str(folder.parent / "elastic")}
+        os.chdir(folder)
+        for part, rows in (("train", 512), ("t10k", 64)):
+            raw = folder / "data/MNIST/raw"
+            raw.mkdir(parents=True, exist_ok=True)
+            sizes = (rows).to_bytes(4, "big")
+            images = b"\0\0\x08\x03" + sizes + 2 * (28).to_bytes(4, "big") + os.urandom(rows * 784)
+            (raw / f"{part}-images-idx3-ubyte").write_bytes(images)
+            labels = bytes(i % 10 for i in range(rows))
+            (raw / f"{part}-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01" + sizes + labels)
+        for i in range(8):
+            image = folder / f"images/{i % 2}/{i}.ppm"
+            image.parent.mkdir(parents=True, exist_ok=True)
+            image.write_bytes(b"P6 64 64 255\n" + os.urandom(64 * 64 * 3))
+        sys.argv = [script, *more, *EXAMPLES[self.name].split()]
+        runpy.run_path(str(self.checkout / script), run_name="__main__")
+
+
 def run_case(case: unittest.TestCase, ranks: int) -> tuple[str, str]:
     """The outcome of a test and its reason."""
     with tempfile.TemporaryDirectory() as name:
@@ -130,8 +173,15 @@ def main() -> None:
     parser.add_argument("--names", nargs="*", help="parts of names of tests to run; without them all")
     parser.add_argument("--ranks", type=int, help="ranks of the parallel tests (default 2)")
     parser.add_argument("--verbose", action="store_true", help="print whole tracebacks")
+    parser.add_argument("--examples", action="store_true", help="run the example scripts instead of the tests")
     args = parser.parse_args()
     install(args.checkout)
+    if args.examples:
+        for name in EXAMPLES:
+            kind, why = run_case(Example(args.checkout.resolve(), name), args.ranks or 2)
+            shown = why.strip() if args.verbose else (why.strip().splitlines() or [""])[-1]
+            print(f"{kind:8} {name} {shown}", flush=True)
+        return
     for file, ranks in FILES.items():
         counts: Counter[str] = Counter()
         try:

@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.hvd.engine import Handle
 from weft.hvd.process_sets import ProcessSet, global_process_set, start_in
 from weft.hvd.reduce_ops import Adasum, Average, ReduceOp, chosen_op
-from weft.hvd.session import engine, size
+from weft.hvd.session import joined, size
 
 Tensors = Sequence[Tensor]
 
@@ -259,4 +259,4 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 def join(device: int = -1) -> int:
     """Say that this rank has no more data; reductions of the other ranks count it as zeros. Returns who came last."""
-    return engine().join()
+    return joined().engine.join()

@@ -103,7 +103,7 @@ class GradientSums:
         """How many parameters of each bucket have their last gradient."""
         self._handles: dict[int, Callable[[], None]] = {}
         """By bucket, what waits for its sum and writes the gradients."""
-        self.active = bool(process_set.included())
+        self.active = size() > 1 and bool(process_set.included())
         for param in params if self.active else ():
             param.register_post_accumulate_grad_hook(_hook(weakref.ref(self)))  # type: ignore[arg-type]
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from weft.adapters.layout import join_ranks
+from weft.comm.teardown import leave
 from weft.hardware.rank_environment import rank_info
 from weft.hvd.engine import Engine
 from weft.hvd.process_sets import ProcessSet, add_process_set, forget_process_sets, use_engine
@@ -21,22 +22,20 @@ from weft.planner.plan import Plan
 
 @dataclass
 class Joined:
-    """The ranks that this process has joined."""
+    """The ranks that this process has joined, between init() and shutdown()."""
 
     plan: Plan
     mesh: Mesh
-    default_group: object
+    engine: Engine
 
 
 _joined: list[Joined] = []
-"""Horovod's functions take no mesh, so it is kept here. It outlives shutdown(), since init() may be called again."""
-_engines: list[Engine] = []
-"""The engine between init() and shutdown()."""
+"""Horovod's functions take no mesh, so it is kept here."""
 
 
 def init(comm: Iterable[int] | None = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
     """Join the ranks that torchrun, Weft or MPI started. Collective, as is the creation of process sets."""
-    if _engines:
+    if _joined:
         return
     world = rank_info().world
     if comm is not None and (not isinstance(comm, Iterable) or list(comm) not in ([], list(range(world)))):
@@ -45,16 +44,15 @@ def init(comm: Iterable[int] | None = None, process_sets: Iterable[ProcessSet] |
         )
     if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
         raise JobError(f"hvd.init(process_sets={process_sets!r}): a list of hvd.ProcessSet or 'dynamic' would work")
-    default_group = dist.group.WORLD if dist.is_initialized() else None
-    if not _joined or _joined[0].default_group is not default_group or _joined[0].mesh.world != world:
-        _joined[:] = [Joined(*join_ranks(Job(precision="fp32")), None)]
-        _joined[0].default_group = dist.group.WORLD if dist.is_initialized() else None
-    engine = Engine(_joined[0].mesh)
-    _engines.append(engine)
+    if not dist.is_initialized():
+        atexit.register(leave)  # shutdown() keeps the process group, since init() may follow
+    plan, mesh = join_ranks(Job(precision="fp32"))
+    engine = Engine(mesh)
+    _joined.append(Joined(plan, mesh, engine))
     use_engine(engine)
     atexit.register(shutdown)
     try:
-        for process_set in [] if process_sets is None or isinstance(process_sets, str) else process_sets:
+        for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
             add_process_set(process_set)
     except ValueError:
         shutdown()
@@ -63,45 +61,39 @@ def init(comm: Iterable[int] | None = None, process_sets: Iterable[ProcessSet] |
 
 def joined() -> Joined:
     """The ranks; an error before init()."""
-    engine()
+    if not _joined:
+        raise ValueError("hvd.init() was not called")
     return _joined[0]
 
 
-def engine() -> Engine:
-    """The engine; an error before init()."""
-    if not _engines:
-        raise ValueError("hvd.init() was not called")
-    return _engines[0]
-
-
 def is_initialized() -> bool:
-    return bool(_engines)
+    return bool(_joined)
 
 
 def shutdown() -> None:
     """Leave the ranks. Collectives under way on them fail."""
-    while _engines:
-        _engines.pop().close()
+    while _joined:
+        _joined.pop().engine.close()
     use_engine(None)
     forget_process_sets()
     atexit.unregister(shutdown)
 
 
 def rank() -> int:
-    return engine().mesh.rank
+    return joined().mesh.rank
 
 
 def size() -> int:
-    return engine().mesh.world
+    return joined().mesh.world
 
 
 def local_rank() -> int:
-    engine()
+    joined()
     return rank_info().local_rank
 
 
 def local_size() -> int:
-    engine()
+    joined()
     return rank_info().local_world
 
 
