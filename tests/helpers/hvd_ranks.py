@@ -141,7 +141,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def optimizers() -> dict[str, Any]:
     """The weights after two steps with each of OPTIONS, where ranks use other layers, and states that ranks share."""
     hvd.init()
-    rank, found = hvd.rank(), {}
+    rank = hvd.rank()
+    found: dict[str, Any] = {}
     for name, options in OPTIONS.items():
         torch.manual_seed(0)
         model = _Net()
@@ -155,17 +156,17 @@ def optimizers() -> dict[str, Any]:
             model(torch.tensor([rank, 2, 3]), other=rank == 1).backward()
             optimizer.step()
         found[name] = [p.detach().clone() for p in model.parameters()]
-    model = nn.Linear(2, 1)
-    adam = torch.optim.Adam(model.parameters(), lr=0.1 + rank, betas=(0.8, 0.9) if rank == 0 else (0.1, 0.2))
+    layer: Any = nn.Linear(2, 1)
+    adam = torch.optim.Adam(layer.parameters(), lr=0.1 + rank, betas=(0.8, 0.9) if rank == 0 else (0.1, 0.2))
     if rank == 0:  # the other rank has no state yet
-        model(torch.ones(1, 2)).sum().backward()
+        layer(torch.ones(1, 2)).sum().backward()
         adam.step()
     hvd.broadcast_optimizer_state(adam, 0)
     group = adam.param_groups[0]
     found["adam"] = (group["lr"], group["betas"], [s["exp_avg"].tolist() for s in adam.state.values()])
     found["refused"] = [
-        _error(lambda: hvd.DistributedOptimizer(adam, [("a", model.weight), ("a", model.bias)])),
-        _error(lambda: hvd.DistributedOptimizer(adam, [("a", model.weight)])),
+        _error(lambda: hvd.DistributedOptimizer(adam, [("a", layer.weight), ("a", layer.bias)])),
+        _error(lambda: hvd.DistributedOptimizer(adam, [("a", layer.weight)])),
         _error(lambda: hvd.DistributedOptimizer(adam, op=hvd.Max)),
         _error(lambda: hvd.DistributedOptimizer(adam, compression="int8", groups=2)),
     ]
@@ -175,9 +176,9 @@ def optimizers() -> dict[str, Any]:
     adasum(torch.ones(1, 1)).sum().backward()
     optimizer.step()
     found["adasum"] = adasum.weight.item()  # both ranks change by -0.5: parallel changes are averaged
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    model(torch.ones(1, 2)).sum().backward()
-    found["too many passes"] = _error(lambda: model(torch.ones(1, 2)).sum().backward())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
+    layer(torch.ones(1, 2)).sum().backward()
+    found["too many passes"] = _error(lambda: layer(torch.ones(1, 2)).sum().backward())
     found["too early"] = _error(optimizer.zero_grad)
     optimizer.step()
     hvd.shutdown()
@@ -192,6 +193,6 @@ def plain_weights() -> list[Tensor]:
     for _ in range(2):
         optimizer.zero_grad()
         losses = [model(torch.tensor([rank, 2, 3]), other=rank == 1) for rank in range(2)]
-        (sum(losses) / 2).backward()  # type: ignore[union-attr]
+        (sum(losses) / 2).backward()
         optimizer.step()
     return [p.detach() for p in model.parameters()]

@@ -40,7 +40,7 @@ class CodedGradients:
         ranks, setting = joined(), codec_setting(compression)
         holder = _Holder(named)
         for name, param in named.items():  # before the hooks of Replicas, which read `last`
-            param.register_post_accumulate_grad_hook(self._count(name))  # type: ignore[arg-type]
+            param.register_post_accumulate_grad_hook(self._count(name))
         axis, compressor = ranks.mesh.axis("dp_replicate"), None
         if axis is not None:
             plan = replace(ranks.plan, compression=setting)

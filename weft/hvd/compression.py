@@ -46,7 +46,7 @@ class FP16Compressor(Compressor):
     dtype = torch.float16
 
     @classmethod
-    def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:  # type: ignore[override]
+    def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:
         return (tensor.to(cls.dtype) if tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod

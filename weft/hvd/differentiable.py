@@ -113,7 +113,7 @@ def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """The tensor of a rank, whose number is that among all ranks."""
-    return _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-any-return]
+    return _Broadcast.apply(tensor, root_rank, name, process_set)
 
 
 class _Alltoall(torch.autograd.Function):

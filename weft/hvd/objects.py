@@ -20,8 +20,8 @@ from weft.hvd.operations import broadcast_
 from weft.hvd.process_sets import ProcessSet, global_process_set
 from weft.hvd.session import rank
 
-NUMPY = [
-    np.ndarray, np.dtype, np._core.multiarray._reconstruct, np._core.multiarray.scalar,
+NUMPY: list[Any] = [
+    np.ndarray, np.dtype, np.empty(0).__reduce__()[0], np.float64(0).__reduce__()[0],  # rebuild arrays and numbers
     *(type(np.dtype(name)) for name in "?bBhHiIlLqQefdFD"),
 ]  # fmt: skip
 FAILED = b"error: "

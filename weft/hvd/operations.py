@@ -95,7 +95,7 @@ def allreduce_(
 ) -> Tensor:  # fmt: skip
     """allreduce in place."""
     handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
-    return synchronize(handle)  # type: ignore[no-any-return]
+    return synchronize(handle)
 
 
 def grouped_allreduce_async(
@@ -121,7 +121,7 @@ def grouped_allreduce_(
 ) -> list[Tensor]:  # fmt: skip
     """An allreduce of several tensors as one message, in place."""
     handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
-    return synchronize(handle)  # type: ignore[no-any-return]
+    return synchronize(handle)
 
 
 def sparse_allreduce_async(
@@ -188,7 +188,7 @@ def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """Overwrite a tensor by that of a rank."""
-    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))  # type: ignore[no-any-return]
+    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
 
 
 def alltoall_async(

@@ -105,7 +105,7 @@ class GradientSums:
         """By bucket, what waits for its sum and writes the gradients."""
         self.active = size() > 1 and bool(process_set.included())
         for param in params if self.active else ():
-            param.register_post_accumulate_grad_hook(_hook(weakref.ref(self)))  # type: ignore[arg-type]
+            param.register_post_accumulate_grad_hook(_hook(weakref.ref(self)))
 
     def gradient_ready(self, param: Tensor) -> None:
         self._counts[param] += 1
@@ -122,16 +122,14 @@ class GradientSums:
 
     def _send(self, number: int) -> None:
         bucket = self.buckets[number]
-        for param in bucket:
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-        sparse = [p for p in bucket if p.grad is not None and p.grad.is_sparse and not self.sparse_as_dense]
+        grads = {p: p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket}
+        sparse = [p for p in bucket if grads[p].is_sparse and not self.sparse_as_dense]
         sparse_handles = [
-            sparse_allreduce_async(p.grad, f"{self.names[p]}.sparse", self.op, self.process_set) for p in sparse
+            sparse_allreduce_async(grads[p], f"{self.names[p]}.sparse", self.op, self.process_set) for p in sparse
         ]
         inside = {id(p) for p in sparse}
         dense = [p for p in bucket if id(p) not in inside]
-        sent = [self.compression.compress(_dense(p.grad)) for p in dense]
+        sent = [self.compression.compress(grads[p].to_dense()) for p in dense]
         scale = (1 / self.predivide, self.predivide) if self.op == Average else (1.0, 1.0)
         handle = grouped_allreduce_async(
             [tensor for tensor, _ in sent], None, f"gradients.{self.names[bucket[0]]}", self.op, *scale,
@@ -145,10 +143,8 @@ class GradientSums:
                 sums = synchronize(handle) if handle is not None else []
                 for param, total, (_, ctx) in zip(dense, sums, sent, strict=True):
                     value = self.compression.decompress(total, ctx)
-                    if param.grad.is_sparse:
-                        param.grad = value.to_sparse(param.grad.sparse_dim())
-                    else:
-                        param.grad.copy_(value)
+                    grad = grads[param]
+                    param.grad = value.to_sparse(grad.sparse_dim()) if grad.is_sparse else grad.copy_(value)
 
         self._handles[number] = finish
 
@@ -172,11 +168,6 @@ class GradientSums:
     def under_way(self) -> bool:
         """Whether sums were started that synchronize() has not waited for."""
         return bool(self._handles)
-
-
-def _dense(grad: Tensor | None) -> Tensor:
-    assert grad is not None
-    return grad.to_dense() if grad.is_sparse else grad
 
 
 def _hook(owner: weakref.ref[GradientSums]) -> Callable[[Tensor], None]:
@@ -275,7 +266,7 @@ class _DistributedAdasum:
 
 def _subclass(optimizer: Optimizer, methods: type, **attributes: Any) -> Any:
     """The optimizer, with its groups, state and hooks, as a subclass of its class that has other methods."""
-    kind = type(type(optimizer).__name__, (methods, type(optimizer)), {"__module__": __name__})
+    kind: Any = type(type(optimizer).__name__, (methods, type(optimizer)), {"__module__": __name__})
     new = kind.__new__(kind)
     new.__dict__ |= {key: value for key, value in optimizer.__dict__.items() if key != "step"}  # a schedule's wrapper
     new.__dict__ |= attributes
