@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import weft.hvd as hvd
-from weft.hvd.coordinator import Coordinator, Message
+from weft.hvd.coordinator import CollectiveCoordinator, Message
 from weft.hvd.reduce_ops import adasum, scaled
 from weft.job.errors import JobError
 
@@ -38,9 +38,9 @@ def test_positions_of_arguments_are_horovods(name: str) -> None:
 
 
 @pytest.fixture
-def answers() -> tuple[Coordinator, list[tuple[int, Message]]]:
+def answers() -> tuple[CollectiveCoordinator, list[tuple[int, Message]]]:
     sent: list[tuple[int, Message]] = []
-    return Coordinator(3, lambda rank, answer: sent.append((rank, answer))), sent
+    return CollectiveCoordinator(3, lambda rank, answer: sent.append((rank, answer))), sent
 
 
 def _sum(name: str, **changed: Any) -> Message:

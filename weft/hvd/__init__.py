@@ -1,7 +1,6 @@
 """For PyTorch scripts written for Horovod: `import weft.hvd as hvd`."""
 
 from weft.hvd import elastic
-from weft.hvd.compression import Compression, Compressor
 from weft.hvd.differentiable import (
     allgather,
     allreduce,
@@ -63,6 +62,8 @@ from weft.hvd.session import (
     stop_timeline,
 )
 from weft.hvd.sync_batch_norm import SyncBatchNorm
+from weft.hvd.tensor_compressors import HvdCompression as Compression
+from weft.hvd.tensor_compressors import TensorCompressor as Compressor
 from weft.hvd.training_state import broadcast_optimizer_state, broadcast_parameters
 
 __all__ = [

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from weft.hardware.network import own_address
 from weft.hardware.rank_environment import rank_info
-from weft.hvd.coordinator import Coordinator, Message
+from weft.hvd.coordinator import CollectiveCoordinator, Message
 from weft.mesh import Mesh
 from weft.wire.channel import Channel, WireError, open_channel
 from weft.wire.listener import Listener
@@ -36,14 +36,14 @@ class Connection(Protocol):
         """End the connection; receive() returns None."""
 
 
-class Host:
+class HostConnection:
     """Rank 0's connection, which serves the other ranks."""
 
     def __init__(self, world: int) -> None:
         self._answers: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._outgoing: dict[int, Channel] = {}
         self._connected = threading.Condition()
-        self._coordinator = Coordinator(world, self._answer)
+        self._coordinator = CollectiveCoordinator(world, self._answer)
         self._world, self._listener = world, None
         self.secret = secrets.token_hex(32)
         if world > 1:
@@ -106,7 +106,7 @@ class Host:
             self._listener.close()
 
 
-class Guest:
+class GuestConnection:
     """The connection of another rank."""
 
     def __init__(self, rank: int, address: tuple[str, int], secret: str) -> None:
@@ -135,12 +135,12 @@ class Guest:
 
 def connect_ranks(mesh: Mesh) -> Connection:
     """Connect all ranks of a mesh to rank 0. Collective."""
-    host = Host(mesh.world) if mesh.rank == 0 else None
+    host = HostConnection(mesh.world) if mesh.rank == 0 else None
     if mesh.world == 1:
         assert host is not None
         return host
     address, secret = mesh.all_gather_json([host.address, host.secret] if host is not None else None)[0]
     if host is None:
-        return Guest(mesh.rank, (address[0], address[1]), secret)
+        return GuestConnection(mesh.rank, (address[0], address[1]), secret)
     host.await_ranks()
     return host

@@ -18,7 +18,7 @@ GLOBAL_SET = 0
 """The process set of all ranks."""
 
 
-class Coordinator:
+class CollectiveCoordinator:
     """Collects requests and sends answers, the same ones in the same order to every rank of a process set."""
 
     def __init__(self, world: int, send: Callable[[int, Message], None]):

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from weft.hvd import operations
-from weft.hvd.compression import AnyCompression, Compression, coded_sum, compressor_named
 from weft.hvd.operations import Tensors, synchronize
 from weft.hvd.process_sets import ProcessSet, global_process_set
 from weft.hvd.reduce_ops import Average, ReduceOp, Sum, chosen_op, scaled
 from weft.hvd.session import joined, rank
+from weft.hvd.tensor_compressors import AnyCompression, HvdCompression, coded_sum, compressor_named
 
 
 class _Allreduce(torch.autograd.Function):
@@ -35,7 +35,7 @@ class _Allreduce(torch.autograd.Function):
 
 def grouped_allreduce(
     tensors: Tensors, average: bool | None = None, name: str | None = None,
-    compression: AnyCompression = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
+    compression: AnyCompression = HvdCompression.none, op: int | None = None, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:  # fmt: skip
     """An allreduce of several tensors as one message."""
@@ -57,7 +57,7 @@ def grouped_allreduce(
 
 def allreduce(
     tensor: Tensor, average: bool | None = None, name: str | None = None,
-    compression: AnyCompression = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
+    compression: AnyCompression = HvdCompression.none, op: int | None = None, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Tensor:  # fmt: skip
     """The mean, sum, minimum, maximum, product or adaptive sum of the ranks' tensors."""
@@ -156,7 +156,7 @@ class _Reducescatter(torch.autograd.Function):
 
 
 def grouped_reducescatter(
-    tensors: Tensors, name: str | None = None, compression: AnyCompression = Compression.none, op: int = Average,
+    tensors: Tensors, name: str | None = None, compression: AnyCompression = HvdCompression.none, op: int = Average,
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> list[Tensor]:  # fmt: skip
     """Reductions of several tensors, of which each rank gets its rows."""
@@ -173,7 +173,7 @@ def grouped_reducescatter(
 
 
 def reducescatter(
-    tensor: Tensor, name: str | None = None, compression: AnyCompression = Compression.none, op: int = Average,
+    tensor: Tensor, name: str | None = None, compression: AnyCompression = HvdCompression.none, op: int = Average,
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """This rank's rows of the mean or sum of the ranks' tensors."""

@@ -74,7 +74,7 @@ class Handle:
         return self._result[0]
 
 
-class Engine:
+class CollectiveEngine:
     """The process sets and the collectives under way of one rank, from init() to shutdown()."""
 
     def __init__(self, mesh: Mesh):

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from weft.adapters.layout import BUCKET_MB
 from weft.hvd.coded_gradients import CodedGradients
-from weft.hvd.compression import AnyCompression, Compression, compressor_named
 from weft.hvd.operations import (
     grouped_allreduce_,
     grouped_allreduce_async,
@@ -29,6 +28,7 @@ from weft.hvd.operations import (
 from weft.hvd.process_sets import ProcessSet, global_process_set
 from weft.hvd.reduce_ops import Adasum, Average, ReduceOp, Sum
 from weft.hvd.session import size
+from weft.hvd.tensor_compressors import AnyCompression, HvdCompression, compressor_named
 
 Params = Sequence[Tensor]
 
@@ -275,7 +275,7 @@ def _subclass(optimizer: Optimizer, methods: type, **attributes: Any) -> Any:
 
 def DistributedOptimizer(
     optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: AnyCompression = Compression.none, backward_passes_per_step: int = 1, op: int = Average,
+    compression: AnyCompression = HvdCompression.none, backward_passes_per_step: int = 1, op: int = Average,
     gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: int | list[list[Tensor]] | None = None,
     sparse_as_dense: bool = False, process_set: ProcessSet = global_process_set,
 ) -> Any:  # fmt: skip

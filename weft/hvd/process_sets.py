@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from weft.hvd.engine import Engine, Handle, HorovodInternalError
+from weft.hvd.engine import CollectiveEngine, Handle, HorovodInternalError
 
-_engine: list[Engine] = []
+_engine: list[CollectiveEngine] = []
 """The engine between init() and shutdown()."""
 _sets: list[ProcessSet] = []
 """The sets that were added."""
@@ -50,7 +50,7 @@ global_process_set = ProcessSet([])
 global_process_set.process_set_id = 0
 
 
-def use_engine(engine: Engine | None) -> None:
+def use_engine(engine: CollectiveEngine | None) -> None:
     """Remember the engine of init(), or forget it."""
     _engine[:] = [] if engine is None else [engine]
     global_process_set.ranks = [] if engine is None else list(range(engine.mesh.world))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from weft.adapters.layout import join_ranks
 from weft.comm.teardown import leave
 from weft.hardware.rank_environment import rank_info
-from weft.hvd.engine import Engine
+from weft.hvd.engine import CollectiveEngine
 from weft.hvd.process_sets import ProcessSet, add_process_set, forget_process_sets, use_engine
 from weft.job.errors import JobError
 from weft.job.schema import Job
@@ -26,7 +26,7 @@ class Joined:
 
     plan: Plan
     mesh: Mesh
-    engine: Engine
+    engine: CollectiveEngine
 
 
 _joined: list[Joined] = []
@@ -47,7 +47,7 @@ def init(comm: Iterable[int] | None = None, process_sets: Iterable[ProcessSet] |
     if not dist.is_initialized():
         atexit.register(leave)  # shutdown() keeps the process group, since init() may follow
     plan, mesh = join_ranks(Job(precision="fp32"))
-    engine = Engine(mesh)
+    engine = CollectiveEngine(mesh)
     _joined.append(Joined(plan, mesh, engine))
     use_engine(engine)
     atexit.register(shutdown)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
 
 from weft.hvd.differentiable import allreduce
 from weft.hvd.reduce_ops import Sum
 from weft.hvd.session import size
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(nn.BatchNorm1d):
     """BatchNorm of any number of dimensions; ranks may have different numbers of samples. CPU tensors work too."""
 
     def _check_input_dim(self, input: Tensor) -> None:

@@ -15,7 +15,7 @@ from weft.job.errors import JobError
 from weft.mesh import Mesh
 
 
-class Compressor:
+class TensorCompressor:
     """Changes a tensor before it is sent, and the result back. Subclasses may come from a script."""
 
     @staticmethod
@@ -28,7 +28,7 @@ class Compressor:
         raise NotImplementedError
 
 
-class NoneCompressor(Compressor):
+class NoneCompressor(TensorCompressor):
     """Sends tensors as they are."""
 
     @staticmethod
@@ -40,7 +40,7 @@ class NoneCompressor(Compressor):
         return tensor
 
 
-class FP16Compressor(Compressor):
+class FP16Compressor(TensorCompressor):
     """Sends floating-point tensors in 16 bits."""
 
     dtype = torch.float16
@@ -60,7 +60,7 @@ class BF16Compressor(FP16Compressor):
     dtype = torch.bfloat16
 
 
-class Compression:
+class HvdCompression:
     """Compressors; a setting of comm.compression such as "int8" may be given too."""
 
     none = NoneCompressor
@@ -69,11 +69,11 @@ class Compression:
     int8 = "int8"
 
 
-AnyCompression = type[Compressor] | Compressor | str
-BY_NAME: dict[str, type[Compressor]] = {"none": NoneCompressor, "fp16": FP16Compressor, "bf16": BF16Compressor}
+AnyCompression = type[TensorCompressor] | TensorCompressor | str
+BY_NAME: dict[str, type[TensorCompressor]] = {"none": NoneCompressor, "fp16": FP16Compressor, "bf16": BF16Compressor}
 
 
-def compressor_named(compression: AnyCompression | None) -> type[Compressor] | Compressor | None:
+def compressor_named(compression: AnyCompression | None) -> type[TensorCompressor] | TensorCompressor | None:
     """The compressor; None for a codec of comm.compression."""
     if compression is None or isinstance(compression, str):
         return BY_NAME.get(compression or "none")
