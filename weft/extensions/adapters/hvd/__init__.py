@@ -1,48 +1,81 @@
 """For PyTorch scripts written for Horovod: `import weft.hvd as hvd`."""
 
-from weft.extensions.adapters.hvd import elastic
-from weft.extensions.adapters.hvd.operations import (
-    Average,
-    HvdCompression,
-    Max,
-    Min,
-    Sum,
+from weft.hvd import elastic
+from weft.hvd.differentiable import (
     allgather,
-    allgather_object,
     allreduce,
+    alltoall,
+    broadcast,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    reducescatter,
+)
+from weft.hvd.engine import HorovodInternalError
+from weft.hvd.objects import allgather_object, broadcast_object
+from weft.hvd.operations import (
+    allgather_async,
     allreduce_,
     allreduce_async,
     allreduce_async_,
-    alltoall,
+    alltoall_async,
     barrier,
-    broadcast,
     broadcast_,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-    cross_rank,
-    cross_size,
-    grouped_allreduce,
-    init,
-    is_initialized,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather_async,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter_async,
     join,
-    local_rank,
-    local_size,
     poll,
-    rank,
-    reducescatter,
-    shutdown,
-    size,
+    reducescatter_async,
+    sparse_allreduce_async,
     synchronize,
 )
-from weft.extensions.adapters.hvd.optimizer import DistributedOptimizer
-
-Compression = HvdCompression
+from weft.hvd.optimizer import DistributedOptimizer
+from weft.hvd.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from weft.hvd.reduce_ops import Adasum, Average, Max, Min, Product, Sum
+from weft.hvd.session import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from weft.hvd.sync_batch_norm import SyncBatchNorm
+from weft.hvd.tensor_compressors import HvdCompression as Compression
+from weft.hvd.tensor_compressors import TensorCompressor as Compressor
+from weft.hvd.training_state import broadcast_optimizer_state, broadcast_parameters
 
 __all__ = [
-    "Average", "Compression", "DistributedOptimizer", "Max", "Min", "Sum", "allgather", "allgather_object", "allreduce",
-    "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "barrier", "broadcast", "broadcast_",
-    "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "cross_rank", "cross_size", "elastic",
-    "grouped_allreduce", "init", "is_initialized", "join", "local_rank", "local_size", "poll", "rank", "reducescatter",
-    "shutdown", "size", "synchronize",
+    "Adasum", "Average", "Compression", "Compressor", "DistributedOptimizer", "HorovodInternalError", "Max", "Min",
+    "ProcessSet", "Product", "Sum", "SyncBatchNorm", "add_process_set", "allgather", "allgather_async",
+    "allgather_object", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async",
+    "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object",
+    "broadcast_optimizer_state", "broadcast_parameters", "ccl_built", "cross_rank", "cross_size", "cuda_built",
+    "ddl_built", "elastic", "global_process_set", "gloo_built", "gloo_enabled", "grouped_allgather",
+    "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
+    "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous",
+    "is_initialized", "join", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported",
+    "nccl_built", "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built",
+    "shutdown", "size", "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize",
 ]  # fmt: skip

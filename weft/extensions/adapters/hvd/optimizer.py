@@ -1,109 +1,199 @@
-"""Horovod's DistributedOptimizer on Weft's replicas: gradients are summed in buckets during the backward pass."""
+"""Horovod's DistributedOptimizer: a script's optimizer whose step waits for the gradients of all ranks.
+
+Gradients are summed in buckets while the backward pass runs. A bucket begins when all its gradients are there; those
+that are missing at the end of the step count as zeros.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from weft.comm.background import BackgroundWorker
-from weft.extensions.adapters.hvd.operations import Average, HvdCompression, Sum, joined, size
-from weft.extensions.adapters.optimizer_wrapper import OptimizerWrapper
-from weft.job.compression import parse_compression
-from weft.job.errors import JobError
-from weft.optim.gradient_clip import scale_grads
-from weft.parallel.apply import compressor_of
-from weft.parallel.data.data_parallel import Replicas
+from weft.adapters.layout import BUCKET_MB
+from weft.hvd.coded_gradients import CodedGradients
+from weft.hvd.operations import (
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    sparse_allreduce_async,
+    synchronize,
+)
+from weft.hvd.process_sets import ProcessSet, global_process_set
+from weft.hvd.reduce_ops import Adasum, Average, ReduceOp, Sum
+from weft.hvd.session import size
+from weft.hvd.tensor_compressors import AnyCompression, HvdCompression, compressor_named
+
+Params = Sequence[Tensor]
 
 
-class _Holder(nn.Module):
-    """The parameters of an optimizer as a module."""
-
-    def __init__(self, named: dict[str, nn.Parameter]):
-        super().__init__()
-        for name, param in named.items():
-            self.register_parameter(name.replace(".", "/"), param)
-
-
-def _named(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[str, nn.Parameter]:
+def named(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
+    """The names of an optimizer's parameters, which are the same on all ranks."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    names = {id(p): name for name, p in named_parameters or ()}
-    if names and (missing := [p for p in params if id(p) not in names and p.requires_grad]):
-        raise JobError(
+    if named_parameters is None:
+        return {
+            p: f"allreduce.noname.{i}.{j}"
+            for i, group in enumerate(optimizer.param_groups)
+            for j, p in enumerate(group["params"])
+        }
+    items = list(named_parameters)
+    if any(not isinstance(item, tuple) for item in items):
+        raise ValueError("named_parameters takes pairs of name and parameter; model.named_parameters() would work")
+    if twice := [name for name, count in Counter(name for name, _ in items).items() if count > 1]:
+        raise ValueError(f"named_parameters has {twice[0]!r} twice; every parameter needs its own name")
+    names = {p: name for name, p in items}
+    if missing := [p for p in params if p not in names]:
+        raise ValueError(
             f"named_parameters lacks {len(missing)} of the optimizer's parameters; pass model.named_parameters()"
         )
-    return {names.get(id(p), f"parameter{i}"): p for i, p in enumerate(params) if p.requires_grad}
+    return names
 
 
-class DistributedOptimizer(OptimizerWrapper):
-    """An optimizer whose step waits for the gradients of all ranks.
+def buckets_of(params: Params, groups: int | list[list[Tensor]] | None) -> list[tuple[Tensor, ...]]:
+    """Parameters whose gradients are sent as one message: those of `groups`, or so many groups, or about 25 MB."""
+    if isinstance(groups, list):
+        listed = [p for group in groups for p in group]
+        if any(not isinstance(p, Tensor) for p in listed):
+            raise ValueError("groups takes lists of tensors, or the number of groups")
+        if len({id(p) for p in listed}) < len(listed):
+            raise ValueError("groups has a parameter twice; each may be in one group")
+        mine, inside = {id(p) for p in params}, {id(p) for p in listed}
+        return [
+            *(b for group in groups if (b := tuple(p for p in group if id(p) in mine))),
+            *((p,) for p in params if id(p) not in inside),
+        ]
+    if groups is not None:
+        if groups <= 0:
+            raise ValueError(f"groups={groups} must be at least 1, or lists of tensors")
+        each, more = divmod(len(params), groups)
+        ends = [each * (i + 1) + min(i + 1, more) for i in range(groups)]
+        return [b for begin, end in zip([0, *ends], ends, strict=False) if (b := tuple(params[begin:end]))]
+    buckets: list[list[Tensor]] = []
+    filled = 0.0
+    for param in reversed(params):  # the backward pass computes the last gradients first
+        megabytes = param.numel() * param.element_size() / 2**20
+        if not buckets or filled + megabytes > BUCKET_MB or buckets[-1][0].dtype != param.dtype:
+            buckets.append([])
+            filled = 0.0
+        buckets[-1].append(param)
+        filled += megabytes
+    return [tuple(bucket) for bucket in buckets]
 
-    `compression` is hvd.Compression.none, fp16, bf16, int8 or any comm.compression of a job, such as "powersgd:4".
-    """
+
+class GradientSums:
+    """Sums the gradients of parameters over the ranks of a process set, bucket by bucket."""
 
     def __init__(
-        self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-        compression: str = HvdCompression.none, backward_passes_per_step: int = 1, op: str = Average,
-        gradient_predivide_factor: float = 1.0, **others: Any,
+        self, names: dict[Tensor, str], params: Params, compression: Any, passes: int, op: ReduceOp,
+        predivide: float, groups: int | list[list[Tensor]] | None, sparse_as_dense: bool, process_set: ProcessSet,
     ):  # fmt: skip
-        if op not in (Average, Sum):
-            raise JobError(f"DistributedOptimizer: op={op!r} is not supported; hvd.Average or hvd.Sum would work")
-        if others := {k: v for k, v in others.items() if v not in (None, False, 0)}:
-            raise JobError(f"DistributedOptimizer({next(iter(others))}=…) is not supported")
-        if backward_passes_per_step < 1:
-            raise JobError(f"backward_passes_per_step={backward_passes_per_step} must be at least 1")
-        try:
-            setting = str(parse_compression(str(compression)))
-        except ValueError as error:
-            raise JobError(f"compression={compression!r} {error}") from None
-        super().__init__(optimizer)
-        self.passes, self.op = backward_passes_per_step, op
-        self._counts: dict[str, int] = {}
-        self._synchronized, self._skip = False, False
-        self.replicas = self._replicas(_named(optimizer, named_parameters), setting)
+        self.names, self.compression, self.passes, self.op = names, compression, passes, op
+        self.predivide, self.sparse_as_dense, self.process_set = predivide, sparse_as_dense, process_set
+        self.buckets = buckets_of(params, groups)
+        self._bucket = {param: i for i, bucket in enumerate(self.buckets) for param in bucket}
+        self._counts: Counter[Tensor] = Counter()
+        """How many gradients of this step each parameter has had."""
+        self._ready: Counter[int] = Counter()
+        """How many parameters of each bucket have their last gradient."""
+        self._handles: dict[int, Callable[[], None]] = {}
+        """By bucket, what waits for its sum and writes the gradients."""
+        self.active = size() > 1 and bool(process_set.included())
+        for param in params if self.active else ():
+            param.register_post_accumulate_grad_hook(_hook(weakref.ref(self)))
 
-    def _replicas(self, named: dict[str, nn.Parameter], compression: str) -> Replicas:
-        ranks = joined()
-        holder = _Holder(named)
-        for name, param in named.items():  # before the hooks of Replicas, which read `last`
-            param.register_post_accumulate_grad_hook(self._count(name))
-        axis, compressor = ranks.mesh.axis("dp_replicate"), None
-        if axis is not None and compression != "none":
-            plan = replace(ranks.plan, compression=compression)
-            worker = BackgroundWorker(ranks.mesh.device)
-            compressor = compressor_of(plan, ranks.mesh, worker, 0, dict(holder.named_parameters()), None)
-        return Replicas(holder, axis, torch.float32, ranks.plan.bucket_mb, True, compressor=compressor)
+    def gradient_ready(self, param: Tensor) -> None:
+        self._counts[param] += 1
+        if self._counts[param] > self.passes:
+            raise AssertionError(
+                f"gradients were computed more than backward_passes_per_step={self.passes} times before step(); "
+                "a larger backward_passes_per_step would work"
+            )
+        if self._counts[param] == self.passes:
+            number = self._bucket[param]
+            self._ready[number] += 1
+            if self._ready[number] == len(self.buckets[number]):
+                self._send(number)
 
-    def _count(self, name: str) -> Callable[[Tensor], None]:
-        def gradient_ready(param: Tensor) -> None:
-            self._counts[name] = self._counts.get(name, 0) + 1
-            if self._counts[name] > self.passes:
-                raise JobError(
-                    f"gradients were computed more than backward_passes_per_step={self.passes} times before step or "
-                    "zero_grad"
-                )
-            if self._counts[name] == 1 and self.replicas.compressor is not None and len(self._counts) == 1:
-                self.replicas.compressor.begin(1.0)
-            self.replicas.last = self._counts[name] == self.passes
+    def _send(self, number: int) -> None:
+        bucket = self.buckets[number]
+        grads = {p: p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket}
+        sparse = [p for p in bucket if grads[p].is_sparse and not self.sparse_as_dense]
+        sparse_handles = [
+            sparse_allreduce_async(grads[p], f"{self.names[p]}.sparse", self.op, self.process_set) for p in sparse
+        ]
+        inside = {id(p) for p in sparse}
+        dense = [p for p in bucket if id(p) not in inside]
+        sent = [self.compression.compress(grads[p].to_dense()) for p in dense]
+        scale = (1 / self.predivide, self.predivide) if self.op == Average else (1.0, 1.0)
+        handle = grouped_allreduce_async(
+            [tensor for tensor, _ in sent], None, f"gradients.{self.names[bucket[0]]}", self.op, *scale,
+            self.process_set,
+        ) if dense else None  # fmt: skip
 
-        return gradient_ready
+        def finish() -> None:
+            with torch.no_grad():
+                for param, wait in zip(sparse, sparse_handles, strict=True):
+                    param.grad = wait().to(param.dtype)
+                sums = synchronize(handle) if handle is not None else []
+                for param, total, (_, ctx) in zip(dense, sums, sent, strict=True):
+                    value = self.compression.decompress(total, ctx)
+                    grad = grads[param]
+                    param.grad = value.to_sparse(grad.sparse_dim()) if grad.is_sparse else grad.copy_(value)
+
+        self._handles[number] = finish
 
     def synchronize(self) -> None:
-        """Complete the gradients: afterwards they are the means (or sums) over all ranks."""
-        self.replicas.finish()
-        if self.op == Average and size() > 1:
-            scale_grads(self.replicas.master_params.values(), torch.tensor(1 / size(), device=joined().mesh.device))
-        self._synchronized = True
+        """Complete the gradients: afterwards they are the means (or sums) over the ranks."""
+        if self.active:
+            for number in range(len(self.buckets)):
+                if number not in self._handles:
+                    self._send(number)
+            for number in range(len(self.buckets)):
+                self._handles.pop(number)()
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a new step."""
         self._counts.clear()
+        self._ready.clear()
+        self._handles.clear()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether sums were started that synchronize() has not waited for."""
+        return bool(self._handles)
+
+
+def _hook(owner: weakref.ref[GradientSums]) -> Callable[[Tensor], None]:
+    def gradient_ready(param: Tensor) -> None:
+        if (sums := owner()) is not None:
+            sums.gradient_ready(param)
+
+    return gradient_ready
+
+
+class _Distributed:
+    """The methods that DistributedOptimizer puts before those of the script's optimizer."""
+
+    _sums: GradientSums | CodedGradients
+    _parameter_names: dict[Tensor, str]
+    _synchronized: bool
+    _skip: bool
+
+    def synchronize(self) -> None:
+        """Complete the gradients, for example to clip them before step()."""
+        self._sums.synchronize()
+        self._synchronized = True
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """A step after synchronize() was called, to clip gradients in between."""
+        """A step after synchronize() was called."""
         self._skip = True
         try:
             yield
@@ -111,18 +201,120 @@ class DistributedOptimizer(OptimizerWrapper):
             self._skip = False
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        if not self._skip and not self._synchronized:
-            self.synchronize()
+        if not self._skip:
+            if self._synchronized:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(): gradients are averaged a second time",
+                    stacklevel=2,
+                )
+            self._sums.synchronize()
         self._synchronized = False
-        found = self.optimizer.step() if closure is None else self.optimizer.step(closure)
-        if self.replicas.compressor is not None:
-            self.replicas.compressor.keep(True)
-        return found
+        result = super().step(closure)  # type: ignore[misc]
+        if isinstance(self._sums, CodedGradients):
+            self._sums.after_step()
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._counts.clear()
+        if self._sums.under_way:
+            raise AssertionError("zero_grad() was called between backward() and step() or synchronize()")
+        self._sums.reset()
         self._synchronized = False
-        self.replicas.zero_grad()
+        if isinstance(self._sums, CodedGradients):
+            self._sums.zero_grad()
+        else:
+            super().zero_grad(set_to_none)  # type: ignore[misc]
 
-    def __repr__(self) -> str:
-        return f"DistributedOptimizer({self.optimizer!r})"
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._sums.reset()
+        self._synchronized = False
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        self._sums.passes = passes
+
+
+class _DistributedAdasum:
+    """An optimizer that takes its step on each rank alone; the changes of the weights are combined by Adasum."""
+
+    _compression: Any
+    _parameter_names: dict[Tensor, str]
+
+    def synchronize(self) -> None:
+        """Nothing: the changes are combined in step()."""
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        raise AssertionError("skip_synchronize() cannot be with op=hvd.Adasum, which combines changes in step()")
+        yield
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        groups: list[dict[str, Any]] = self.param_groups  # type: ignore[attr-defined]
+        params = [p for group in groups for p in group["params"] if p.requires_grad]
+        start = [p.detach().clone() for p in params]
+        result = super().step(closure)  # type: ignore[misc]
+        with torch.no_grad():
+            sent = [self._compression.compress(p - old) for p, old in zip(params, start, strict=True)]
+            grouped_allreduce_([tensor for tensor, _ in sent], None, "adasum.changes", Adasum)
+            for param, old, (change, ctx) in zip(params, start, sent, strict=True):
+                param.copy_(old + self._compression.decompress(change, ctx))
+        return result
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Nothing: gradients are not sent."""
+
+
+def _subclass(optimizer: Optimizer, methods: type, **attributes: Any) -> Any:
+    """The optimizer, with its groups, state and hooks, as a subclass of its class that has other methods."""
+    kind: Any = type(type(optimizer).__name__, (methods, type(optimizer)), {"__module__": __name__})
+    new = kind.__new__(kind)
+    new.__dict__ |= {key: value for key, value in optimizer.__dict__.items() if key != "step"}  # a schedule's wrapper
+    new.__dict__ |= attributes
+    return new
+
+
+def DistributedOptimizer(
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: AnyCompression = HvdCompression.none, backward_passes_per_step: int = 1, op: int = Average,
+    gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: int | list[list[Tensor]] | None = None,
+    sparse_as_dense: bool = False, process_set: ProcessSet = global_process_set,
+) -> Any:  # fmt: skip
+    """An optimizer whose step waits for the gradients of all ranks.
+
+    `compression` is hvd.Compression.none, fp16, bf16, a class with compress() and decompress(), or any comm.compression
+    of a job, such as "powersgd:4". `groups` are parameters whose gradients are sent together, or the number of groups.
+    """
+    chosen = ReduceOp(op)
+    if chosen not in (Average, Sum, Adasum):
+        raise ValueError(f"DistributedOptimizer: op=hvd.{chosen.name} is not supported; hvd.Average or Sum would work")
+    if gradient_predivide_factor != 1.0 and chosen != Average:
+        raise ValueError("gradient_predivide_factor needs op=hvd.Average")
+    if backward_passes_per_step < 1:
+        raise ValueError(f"backward_passes_per_step={backward_passes_per_step} must be at least 1")
+    if num_groups:
+        warnings.warn("num_groups is now called groups", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    names = named(optimizer, named_parameters)
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    compressor = compressor_named(compression)
+    shared = {"_parameter_names": names, "_synchronized": False, "_skip": False}
+    if chosen == Adasum and size() > 1:
+        if process_set is not global_process_set:
+            raise NotImplementedError("op=hvd.Adasum combines all ranks; leave process_set out")
+        if compressor is None:
+            raise ValueError(f"op=hvd.Adasum has no compression={compression!r}; hvd.Compression.fp16 would work")
+        return _subclass(optimizer, _DistributedAdasum, _compression=compressor, **shared)
+    if compressor is None:
+        options = (groups, sparse_as_dense or None, None if process_set is global_process_set else process_set)
+        if any(option is not None for option in options) or gradient_predivide_factor != 1.0:
+            raise ValueError(
+                f"compression={compression!r} cannot be with groups, sparse_as_dense, process_set or "
+                "gradient_predivide_factor; hvd.Compression.fp16 or bf16 would work"
+            )
+        coded = CodedGradients({names[p]: p for p in params}, str(compression), backward_passes_per_step, chosen)
+        return _subclass(optimizer, _Distributed, _sums=coded, **shared)
+    sums = GradientSums(
+        names, params, compressor, backward_passes_per_step, Sum if chosen == Adasum else chosen,
+        gradient_predivide_factor, groups, sparse_as_dense, process_set,
+    )  # fmt: skip
+    return _subclass(optimizer, _Distributed, _sums=sums, **shared)
