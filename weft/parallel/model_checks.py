@@ -26,7 +26,7 @@ def check_model(model: nn.Module, plan: Plan) -> None:
     for row in plan.towers:
         find_tower(model, row["name"], row["ranks"] < plan.world)
     if plan.tp > 1 and not hasattr(model, "keep"):
-        check_parts(model, kept=plan.pp == 1)
+        check_parts(model, plan.tp)
     if plan.dp_shard > 1 and not plan.towers:  # towers have shards of their own
         refuse_scalars(model)
 

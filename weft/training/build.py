@@ -26,7 +26,7 @@ from weft.memory.tensor_tracer import Tracer
 from weft.memory.tensor_tracer_internals import fake_tensors, quiet_tracing
 from weft.mesh import Mesh, ranks_of_a_node
 from weft.models.build_model import build_model, loss_sum, meta_model
-from weft.models.user.module import given_parameters
+from weft.models.user.module import given_arguments
 from weft.optim.build_optimizers import Optimizers, build_optimizers
 from weft.optim.ema import Ema
 from weft.optim.layer_rates import layer_rates
@@ -51,8 +51,8 @@ def build_state(job: Job, plan: Plan, mesh: Mesh, weights: InitialWeights | None
     """The state of a run at step 0, with random weights or those that `weights` fills in."""
     module = build_model(job.model, job.train.seed)
     units = tuple(find_units(module))
-    if job.model.module and plan.pp > 1:
-        _call_as_given(module, job, open_dataset(job))
+    if job.model.module and plan.pp * plan.tp > 1:
+        _call_as_given(module, job, plan, open_dataset(job))
     spread_model = parallelize(module, mesh, plan, job.train.seed, bare_gradients=True)
     late = plan.split_master or plan.weight_share > 0
     if weights is not None and not late:
@@ -180,17 +180,18 @@ def with_prediction(job: Job, plan: Plan, dataset: Dataset | None = None) -> Pla
     return replace(plan, predicted=predicted)
 
 
-def _call_as_given(module: nn.Module, job: Job, dataset: Dataset) -> None:
-    """Let the forward be cut into stages as it is called with the samples."""
-    module.given = given_parameters(module, dataset.train(0), job.model)  # type: ignore[assignment]
+def _call_as_given(module: nn.Module, job: Job, plan: Plan, dataset: Dataset) -> None:
+    """Let the forward be recorded as it is called with the samples."""
+    module.given = given_arguments(module, dataset.train(0), job.model, plan.microbatch)  # type: ignore[assignment]
 
 
 def check_module(job: Job, plan: Plan, dataset: Dataset) -> None:
     """Refuse a person's own module that cannot be trained as the plan says."""
     module = meta_model(job.model)
+    if plan.pp * plan.tp > 1:
+        _call_as_given(module, job, plan, dataset)
     check_model(module, plan)
     if plan.pp > 1:
-        _call_as_given(module, job, dataset)
         cut_into_stages(module, plan)
 
 
