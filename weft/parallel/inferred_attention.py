@@ -350,10 +350,10 @@ class _Heads:
         if isinstance(cut, list):
             return cut[index]  # type: ignore[index]
         if isinstance(cut, _Sizes):
-            if isinstance(index, slice):
-                raise StaysWhole("it computes with shapes")
-            count = len(cut.shape)
-            if index % count - count == cut.dim:  # type: ignore[operator]
+            dims = cut.dims[index]  # type: ignore[index]
+            if isinstance(dims, tuple):
+                return _Sizes(cut.dim, dims)
+            if dims == cut.dim:
                 self.sizes.add(node)
             return NUMBER
         items = list(index) if isinstance(index, tuple) else [index]
@@ -379,7 +379,7 @@ class _Heads:
 
     def rule_getattr(self, node: fx.Node) -> Any:
         if node.args[1] in ("shape",):
-            return _Sizes(self.first(node).dim, self.shape(node.args[0]))  # type: ignore[arg-type]
+            return _Sizes.of(self.first(node), len(self.shape(node.args[0])))  # type: ignore[arg-type]
         if node.args[1] in ("device", "dtype", "ndim"):
             return NUMBER
         return None
@@ -387,7 +387,7 @@ class _Heads:
     def rule_size(self, node: fx.Node) -> Any:
         cut, shape = self.first(node), self.shape(node.args[0])  # type: ignore[arg-type]
         if len(node.args) == 1:
-            return _Sizes(cut.dim, shape)
+            return _Sizes.of(cut, len(shape))
         if node.args[1] % len(shape) - len(shape) == cut.dim:  # type: ignore[operator]
             self.sizes.add(node)
         return NUMBER
@@ -413,6 +413,20 @@ class _Heads:
         node.kwargs = {}
         return _Cut(place - len(after))
 
+    def rule_unsqueeze(self, node: fx.Node) -> _Cut:
+        cut, count = self.first(node), len(self.shape(node))
+        dim = _argument(node, 1, "dim") % count - count
+        return _Cut(cut.dim if dim < cut.dim else cut.dim - 1, cut.projection if dim < cut.dim else None)
+
+    def rule_view_as_complex(self, node: fx.Node) -> _Cut:
+        cut = self.first(node)
+        if cut.dim == -1:
+            raise StaysWhole("heads are the last dim")
+        return _Cut(cut.dim + 1)
+
+    def rule_view_as_real(self, node: fx.Node) -> _Cut:
+        return _Cut(self.first(node).dim - 1)
+
     def rule_flatten(self, node: fx.Node) -> _Cut:
         cut, before, after = self.first(node), self.shape(node.args[0]), self.shape(node)  # type: ignore[arg-type]
         start, group = _group(before, after, cut.dim % len(before))
@@ -427,6 +441,8 @@ class _Heads:
         at = cut.dim % len(after)
         if numbers[at] != -1:
             numbers[at] = self.part(after[at])
+        if any(isinstance(n, fx.Node) and n in self.sizes for n in numbers):
+            raise StaysWhole("it computes with the number of heads")
         node.args = (node.args[0], *numbers)
         return _Cut(cut.dim)
 
@@ -477,7 +493,13 @@ class _Sizes:
     """The shape of a value with heads."""
 
     dim: int
-    shape: tuple[int, ...]
+    """The dim of heads, counted from the last of the value."""
+    dims: tuple[int, ...]
+    """Those whose sizes it has."""
+
+    @classmethod
+    def of(cls, cut: _Cut, count: int) -> _Sizes:
+        return cls(cut.dim, tuple(range(-count, 0)))
 
 
 NUMBER_FUNCTIONS = {operator.mul, operator.floordiv, operator.add, operator.sub}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
+
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.job.errors import JobError
 from weft.job.registry import listed
+from weft.parallel.forward_recorder import inputs_of_modules
 from weft.parallel.fp8 import check_skip
 from weft.parallel.pipeline.module_stages import ModuleStages
 from weft.parallel.tensor import check_parts
@@ -29,6 +33,35 @@ def check_model(model: nn.Module, plan: Plan) -> None:
         check_parts(model, plan.tp)
     if plan.dp_shard > 1 and not plan.towers:  # towers have shards of their own
         refuse_scalars(model)
+
+
+TIME_MAJOR = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder, nn.MultiheadAttention, nn.RNNBase)
+
+
+def check_time_major(model: nn.Module) -> None:
+    """Refuse a model that gives layers which take [time, batch, …] its inputs as [batch, time, …]: a sample would
+    attend to the others of its batch."""
+    layers = {n: m for n, m in model.named_modules() if n and isinstance(m, TIME_MAJOR) and not _batch_first(m)}
+    given: dict[str, Any] = getattr(model, "given", None) or {}
+    sizes = {size for value in tree_leaves(list(given.values())) if isinstance(value, Tensor) for size in value.shape[1:]}
+    if not layers or not sizes:
+        return
+    batch = next(n for n in range(3, 1000) if n not in sizes)  # no other dim has as many
+    one = tree_map(lambda v: v[:1].expand(batch, *v.shape[1:]) if isinstance(v, Tensor) and v.dim() else v, given)
+    for path, inputs in inputs_of_modules(model, one, layers).items():
+        x = next((value for value in inputs.values() if isinstance(value, Tensor)), None)
+        if x is not None and x.dim() == 3 and x.shape[0] == batch and x.shape[1] != batch:
+            name, kind = type(model).__name__, type(layers[path]).__name__
+            raise JobError(
+                f"{path} of {name} is a {kind} that takes [time, batch, …] and is given [batch, time, …]; set "
+                f"batch_first=True, or train a module whose forward is `return self.inner(x.transpose(0, 1))"
+                f".transpose(0, 1)` with self.inner = {name}(…)"
+            )
+
+
+def _batch_first(layer: nn.Module) -> bool:
+    first = next((m for m in layer.modules() if hasattr(m, "batch_first")), None)
+    return first is None or bool(first.batch_first)
 
 
 def _check_weights(model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from weft.job.errors import JobError
 from weft.job.registry import listed
@@ -253,6 +254,11 @@ class ModuleStages:
                             "choose a parallel.split that keeps both uses in one stage",
                         )
                     self.ties[first], self.aliases[name] = (owner, stage), first
+
+    def elements_sent(self) -> float:
+        """Elements of the tensors that the first stage sends to the second for the given inputs."""
+        values = [self.recorders[True].values.get(node) for node in self.graphs[True][0].outgoing or ()]
+        return float(sum(t.numel() for t in tree_leaves(values) if isinstance(t, Tensor)))
 
     def stage(self, index: int) -> nn.Module:
         """The module with the weights and the forward of one stage. Weights that no stage uses are in the first one;
