@@ -305,7 +305,9 @@ class _Attributes:
     def constants(self) -> dict[str, Tensor]:
         """Tensors that torch.fx made attributes of the model, because the graph reads them."""
         new = self.model.__dict__.keys() - self.start[""].keys()
-        return {n: t for n in new if n.startswith("_tensor_constant") and isinstance(t := self.model.__dict__[n], Tensor)}
+        return {
+            n: t for n in new if n.startswith("_tensor_constant") and isinstance(t := self.model.__dict__[n], Tensor)
+        }
 
     def restore(self) -> None:
         """Give every module the attributes that it had, and every list, dict and set its members."""

@@ -57,8 +57,8 @@ class _ByMode:
         for name, value in zip(self.shapes or (), args, strict=False):
             if (found := shapes_of(value)) != self.shapes[name]:  # type: ignore[index]
                 raise JobError(
-                    f"the forward of {type(module).__name__} reads sizes as numbers, so tp splits it for {name} of shape "
-                    f"{self.shapes[name]}, and a batch has {found}; give all samples one size, or use tp=1"  # type: ignore[index]
+                    f"the forward of {type(module).__name__} reads sizes as numbers, so tp splits it for {name} of "
+                    f"shape {self.shapes[name]}, and a batch has {found}; give all samples one size, or use tp=1"  # type: ignore[index]
                 )
         return self.run[bool(module.training)](*args, **kwargs)
 
@@ -503,7 +503,20 @@ class _Sizes:
 
 
 NUMBER_FUNCTIONS = {operator.mul, operator.floordiv, operator.add, operator.sub}
-KEEPING = {"contiguous", "clone", "float", "to", "type_as", "half", "bfloat16", "detach", "double", "abs", "neg", "sqrt"}
+KEEPING = {
+    "contiguous",
+    "clone",
+    "float",
+    "to",
+    "type_as",
+    "half",
+    "bfloat16",
+    "detach",
+    "double",
+    "abs",
+    "neg",
+    "sqrt",
+}
 COMBINING = {"masked_fill", "where", "mul_", "div_", "add_"}
 RULES = {
     "swapaxes": "transpose", "chunk": "split", "reshape": "view", "__getitem__": "getitem", "bmm": "matmul",
@@ -575,4 +588,3 @@ def _tokens(side: str) -> list[list[str]]:
         else:
             made.append([word])
     return made
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
@@ -35,15 +36,34 @@ def check_model(model: nn.Module, plan: Plan) -> None:
         refuse_scalars(model)
 
 
+def check_inputs(model: nn.Module) -> None:
+    """Refuse a user module whose weights or layers do not take the samples as Weft gives them: in fp32, and
+    [batch, time, …]."""
+    if double := next((n for n, p in model.named_parameters() if p.dtype == torch.float64), None):
+        name = type(model).__name__
+        raise JobError(
+            f"{name} has float64 weights ({double}), and weights are trained in fp32; write a function in a file of "
+            f"your own, `def build(**fields): return {name}(**fields).float()`, and model.module=FILE:build"
+        )
+    check_time_major(model)
+
+
 TIME_MAJOR = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder, nn.MultiheadAttention, nn.RNNBase)
+
+
+def time_major_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """torch's layers that take [time, batch, …], by path."""
+    return {n: m for n, m in model.named_modules() if n and isinstance(m, TIME_MAJOR) and not _batch_first(m)}
 
 
 def check_time_major(model: nn.Module) -> None:
     """Refuse a model that gives layers which take [time, batch, …] its inputs as [batch, time, …]: a sample would
     attend to the others of its batch."""
-    layers = {n: m for n, m in model.named_modules() if n and isinstance(m, TIME_MAJOR) and not _batch_first(m)}
+    layers = time_major_layers(model)
     given: dict[str, Any] = getattr(model, "given", None) or {}
-    sizes = {size for value in tree_leaves(list(given.values())) if isinstance(value, Tensor) for size in value.shape[1:]}
+    sizes = {
+        size for value in tree_leaves(list(given.values())) if isinstance(value, Tensor) for size in value.shape[1:]
+    }
     if not layers or not sizes:
         return
     batch = next(n for n in range(3, 1000) if n not in sizes)  # no other dim has as many

@@ -35,7 +35,7 @@ from weft.parallel.apply import parallelize
 from weft.parallel.data.data_parallel import Replicas
 from weft.parallel.data.delayed_sums import PredictedSums
 from weft.parallel.data.local_sgd import EveryStep, Rounds
-from weft.parallel.model_checks import check_model, check_time_major, cut_into_stages
+from weft.parallel.model_checks import check_inputs, check_model, cut_into_stages, time_major_layers
 from weft.parallel.pipeline.executor import Pipelined
 from weft.parallel.pipeline.module_stages import ModuleStages
 from weft.parallel.split_report import describe_split, tensor_parallel_facts
@@ -53,8 +53,10 @@ def build_state(job: Job, plan: Plan, mesh: Mesh, weights: InitialWeights | None
     """The state of a run at step 0, with random weights or those that `weights` fills in."""
     module = build_model(job.model, job.train.seed)
     units = tuple(find_units(module))
-    if job.model.module and plan.pp * plan.tp > 1:
+    if job.model.module and (plan.pp * plan.tp > 1 or time_major_layers(module)):
         _call_as_given(module, job, plan, open_dataset(job))
+    if job.model.module:
+        check_inputs(module)
     spread_model = parallelize(module, mesh, plan, job.train.seed, bare_gradients=True)
     late = plan.split_master or plan.weight_share > 0
     if weights is not None and not late:
@@ -193,7 +195,7 @@ def check_module(job: Job, plan: Plan, dataset: Dataset) -> tuple[nn.Module, Mod
     stages."""
     module = meta_model(job.model)
     _call_as_given(module, job, plan, dataset)
-    check_time_major(module)
+    check_inputs(module)
     check_model(module, plan)
     return module, cut_into_stages(module, plan)
 

@@ -44,7 +44,7 @@ def build_user_module(model: Model, seed: int) -> nn.Module:
 
 
 def constructor_arguments(cls: Any, model: Model) -> dict[str, Any]:
-    """model.args as the constructor takes them: a class whose one argument is a dataclass takes the dataclass's fields."""
+    """model.args as the constructor takes them: a class whose one argument is a dataclass takes its fields."""
     signature = inspect.signature(cls)
     try:
         signature.bind(**model.args)
@@ -59,8 +59,8 @@ def constructor_arguments(cls: Any, model: Model) -> dict[str, Any]:
         file, _, last = str(model.module).partition(":")
         shown = f"{config.__name__}(**fields)" if config else "…"
         raise JobError(
-            f"{model.module} takes an object ({name}), and model.args has values; write a function in a file of your own, "
-            f"`from {file} import *; def build(**fields): return {last}({shown})`, and model.module=FILE:build"
+            f"{model.module} takes an object ({name}), and model.args has values; write a function in a file of your "
+            f"own, `from {file} import *; def build(**fields): return {last}({shown})`, and model.module=FILE:build"
         )
     try:
         return {name: config(**model.args)}
@@ -72,7 +72,7 @@ VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _config_class(cls: Any, parameter: inspect.Parameter) -> Any:
-    """The dataclass of a constructor's argument: its annotation, or the only one beside the class whose name says so."""
+    """The dataclass of a constructor's argument: its annotation, or the only one beside the class with such a name."""
     space = vars(sys.modules[cls.__module__])
     annotation = parameter.annotation
     if isinstance(annotation, str):

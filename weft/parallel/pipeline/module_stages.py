@@ -107,9 +107,9 @@ class ModuleStage:
     def _check_shapes(self, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
         if (name := next((n for n in expected if expected[n] != found[n]), None)) is not None:
             raise JobError(
-                f"the forward of {self.name} reads sizes as numbers, so its pipeline stages are those for {name} of shape "
-                f"{expected[name]}, and a batch has {found[name]}; give all samples one size, move what reads the sizes "
-                "into one of its blocks, or use dp_shard instead of pp"
+                f"the forward of {self.name} reads sizes as numbers, so its pipeline stages are those for {name} of "
+                f"shape {expected[name]}, and a batch has {found[name]}; give all samples one size, move what reads "
+                "the sizes into one of its blocks, or use dp_shard instead of pp"
             )
 
 
@@ -282,7 +282,8 @@ class ModuleStages:
         inputs = {t: tuple(str(n.target) for n in self.graphs[t][index].inputs) for t in MODES}
         kept = {t: tuple(self.graphs[t][index].kept) for t in MODES}
         shapes = {
-            t: {n: shapes_of(v) for n, v in r.inputs.items()} if r.used_sizes else None for t, r in self.recorders.items()
+            t: {n: shapes_of(v) for n, v in r.inputs.items()} if r.used_sizes else None
+            for t, r in self.recorders.items()
         }
         stage = ModuleStage(self.signature, inputs, ends, run, kept, shapes, self.name)
         model.stage = stage  # type: ignore[assignment]
