@@ -135,10 +135,10 @@ class ForwardRecorder(fx.Tracer):
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         value = self.values.get(obj.node)
         if isinstance(value, torch.Size):  # as many numbers as the tensor has dims
-            return iter([obj[i] for i in range(len(value))])  # type: ignore[index]
+            return iter([obj[i] for i in range(len(value))])
         if isinstance(value, Tensor | tuple | list):
             self.used_sizes = self.used_sizes or obj.node.target not in ("chunk", torch.chunk)
-            return iter([obj[i] for i in range(len(value))])  # type: ignore[index]
+            return iter([obj[i] for i in range(len(value))])
         return super().iter(obj)
 
     def _compute(self, node: fx.Node) -> None:
@@ -265,7 +265,7 @@ class _Attributes:
             for values in (module._parameters, module._buffers, module.__dict__):
                 for key, value in list(values.items()):
                     if isinstance(value, Tensor):
-                        values[key] = self.without_data(value)  # type: ignore[index]
+                        values[key] = self.without_data(value)
         self.start = {name: module.__dict__ | module._buffers for name, module in self.modules.items()}
 
     def without_data(self, value: Any) -> Any:
@@ -332,11 +332,11 @@ def _assignable_buffers() -> Iterator[None]:
 
     def assign(module: nn.Module, name: str, value: Any) -> None:
         if isinstance(value, fx.Proxy) and name in module.__dict__.get("_buffers", {}):
-            module._buffers[name] = value  # type: ignore[assignment]
+            module._buffers[name] = value
         else:
             original(module, name, value)
 
-    nn.Module.__setattr__ = assign  # type: ignore[method-assign]
+    nn.Module.__setattr__ = assign  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

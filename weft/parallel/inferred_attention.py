@@ -282,7 +282,7 @@ class _Heads:
 
     def along(self, node: fx.Node, dim: int) -> _Cut:
         """An operation along another dim than that of heads."""
-        cut, count = self.first(node), len(self.shape(node.args[0]))  # type: ignore[arg-type]
+        cut, count = self.first(node), len(self.shape(node.args[0]))
         if dim % count == cut.dim % count:
             raise StaysWhole(f"{node.target} over all heads")
         return cut
@@ -322,7 +322,7 @@ class _Heads:
 
     def rule_split(self, node: fx.Node) -> list[_Cut]:
         cut, value = self.first(node), self.values.get(node)
-        count = len(self.shape(node.args[0]))  # type: ignore[arg-type]
+        count = len(self.shape(node.args[0]))
         chunked = node.target in ("chunk", torch.chunk)
         dim = _argument(node, 2, "dim", 0) % count - count
         if not isinstance(value, tuple | list) or len({v.shape for v in value}) != 1:
@@ -338,7 +338,7 @@ class _Heads:
 
     def rule_unbind(self, node: fx.Node) -> list[_Cut]:
         cut, value = self.first(node), self.values[node]
-        dim, count = _argument(node, 1, "dim", 0), len(self.shape(node.args[0]))  # type: ignore[arg-type]
+        dim, count = _argument(node, 1, "dim", 0), len(self.shape(node.args[0]))
         dim = dim % count - count
         if dim == cut.dim:
             raise StaysWhole("heads are taken apart")
@@ -346,11 +346,11 @@ class _Heads:
 
     def rule_getitem(self, node: fx.Node) -> Any:
         source, index = node.args[0], node.args[1]
-        cut = self.cuts[source]  # type: ignore[index]
+        cut = self.cuts[source]
         if isinstance(cut, list):
-            return cut[index]  # type: ignore[index]
+            return cut[index]
         if isinstance(cut, _Sizes):
-            dims = cut.dims[index]  # type: ignore[index]
+            dims = cut.dims[index]
             if isinstance(dims, tuple):
                 return _Sizes(cut.dim, dims)
             if dims == cut.dim:
@@ -360,10 +360,11 @@ class _Heads:
         dims = sum(item is not None and item is not Ellipsis for item in items)
         if Ellipsis not in items:
             items.append(Ellipsis)
-        shape = self.shape(source)  # type: ignore[arg-type]
+        shape = self.shape(source)
         at = items.index(Ellipsis)
         items[at : at + 1] = [slice(None)] * (len(shape) - dims)
-        before, after = 0, []
+        before = 0
+        after: list[int | None] = []
         for item in items:
             if item is None:
                 after.append(None)
@@ -379,21 +380,21 @@ class _Heads:
 
     def rule_getattr(self, node: fx.Node) -> Any:
         if node.args[1] in ("shape",):
-            return _Sizes.of(self.first(node), len(self.shape(node.args[0])))  # type: ignore[arg-type]
+            return _Sizes.of(self.first(node), len(self.shape(node.args[0])))
         if node.args[1] in ("device", "dtype", "ndim"):
             return NUMBER
         return None
 
     def rule_size(self, node: fx.Node) -> Any:
-        cut, shape = self.first(node), self.shape(node.args[0])  # type: ignore[arg-type]
+        cut, shape = self.first(node), self.shape(node.args[0])
         if len(node.args) == 1:
             return _Sizes.of(cut, len(shape))
-        if node.args[1] % len(shape) - len(shape) == cut.dim:  # type: ignore[operator]
+        if node.args[1] % len(shape) - len(shape) == cut.dim:
             self.sizes.add(node)
         return NUMBER
 
     def rule_view(self, node: fx.Node) -> _Cut:
-        cut, before, after = self.first(node), self.shape(node.args[0]), self.shape(node)  # type: ignore[arg-type]
+        cut, before, after = self.first(node), self.shape(node.args[0]), self.shape(node)
         start, group = _group(before, after, cut.dim % len(before))
         if start != cut.dim % len(before):
             raise StaysWhole("heads are joined with other dims")
@@ -428,7 +429,7 @@ class _Heads:
         return _Cut(self.first(node).dim - 1)
 
     def rule_flatten(self, node: fx.Node) -> _Cut:
-        cut, before, after = self.first(node), self.shape(node.args[0]), self.shape(node)  # type: ignore[arg-type]
+        cut, before, after = self.first(node), self.shape(node.args[0]), self.shape(node)
         start, group = _group(before, after, cut.dim % len(before))
         if start != cut.dim % len(before) or len(group) != 1:
             raise StaysWhole("heads are joined with other dims")
@@ -454,7 +455,7 @@ class _Heads:
         name, parts = before[at][0], 1
         sizes = dict(node.kwargs)
         if cut.projection is not None and len(before[at]) > 2:
-            parts, name = int(sizes.get(before[at][0], 0)), before[at][1]  # type: ignore[arg-type]
+            parts, name = int(sizes.get(before[at][0], 0)), before[at][1]
             if parts not in (2, 3):
                 raise StaysWhole("a projection is taken apart in two ways")
         self.resolve(cut, parts)

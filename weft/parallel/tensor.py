@@ -85,7 +85,7 @@ def _row(split: TensorSplit, part: PartModule) -> None:
 
 
 def _fused(split: TensorSplit, part: PartModule) -> None:
-    path = max((p for p in part.model.attention_splits if part.name.startswith(f"{p}.")), key=len)  # type: ignore[union-attr,arg-type]
+    path = max((p for p in part.model.attention_splits if part.name.startswith(f"{p}.")), key=len)  # type: ignore[union-attr]
     count = part.model.attention_splits[path].projections[part.name.removeprefix(f"{path}.")]  # type: ignore[index,union-attr]
     part.change_class(nn.Linear, FusedLinear, "fused", split, count=count)
     split.cut(part.model, part.module, "weight", 0)
