@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
-from torch.utils._pytree import tree_leaves, tree_map
 
-from weft.memory.tensor_tracer_internals import fake_tensors, quiet_tracing
+from weft.memory.tensor_tracer_internals import fake_tensors, quiet_tracing, tree_leaves, tree_map
 
 NUMBER_TYPES = (bool, int, float, str)
 

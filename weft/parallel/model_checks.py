@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.job.errors import JobError
 from weft.job.registry import listed
+from weft.memory.tensor_tracer_internals import tree_leaves, tree_map
 from weft.parallel.forward_recorder import inputs_of_modules
 from weft.parallel.fp8 import check_skip
 from weft.parallel.pipeline.module_stages import ModuleStages

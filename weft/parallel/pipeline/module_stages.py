@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
 from weft.job.errors import JobError
 from weft.job.registry import listed
+from weft.memory.tensor_tracer_internals import tree_leaves
 from weft.parallel.forward_recorder import ForwardRecorder, shapes_of
 from weft.parallel.pipeline.torch_containers import FORWARDS
 from weft.planner.schedules.stage_split import split_layers
