@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from weft.job.errors import JobError
-from weft.parallel.forward_recorder import ForwardRecorder, inputs_of_modules, shapes_of
+from weft.parallel.forward_recorder_internals import ForwardRecorder, inputs_of_modules, shapes_of
 from weft.parallel.inferred_parts import ELEMENTWISE_FUNCTIONS, ELEMENTWISE_METHODS, ELEMENTWISE_MODULES
 
 

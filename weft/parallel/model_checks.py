@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from weft.job.errors import JobError
 from weft.job.registry import listed
 from weft.memory.tensor_tracer_internals import tree_leaves, tree_map
-from weft.parallel.forward_recorder import inputs_of_modules
+from weft.parallel.forward_recorder_internals import inputs_of_modules
 from weft.parallel.fp8 import check_skip
 from weft.parallel.pipeline.module_stages import ModuleStages
 from weft.parallel.tensor import check_parts

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from weft.parallel.forward_recorder import inputs_of_modules
+from weft.parallel.forward_recorder_internals import inputs_of_modules
 
 SPLIT_ROLES = ("column", "row", "vocab", "vocab_head", "fused")
 MAX_SHOWN = 6

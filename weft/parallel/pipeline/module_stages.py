@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from weft.job.errors import JobError
 from weft.job.registry import listed
 from weft.memory.tensor_tracer_internals import tree_leaves
-from weft.parallel.forward_recorder import ForwardRecorder, shapes_of
+from weft.parallel.forward_recorder_internals import ForwardRecorder, shapes_of
 from weft.parallel.pipeline.torch_containers import FORWARDS
 from weft.planner.schedules.stage_split import split_layers
 
@@ -439,9 +439,9 @@ def _with_only(module: nn.Module, path: str, used: set[str], done: dict[int, nn.
         if at in used:
             continue
         if any(name.startswith(f"{at}.") for name in used):
-            made._modules[key] = _with_only(child, f"{at}.", used, done)
+            made.__dict__["_modules"][key] = _with_only(child, f"{at}.", used, done)
         else:
-            del made._modules[key]
+            del made.__dict__["_modules"][key]
     for key, _ in list(module.named_parameters(recurse=False)):
         if f"{path}{key}" not in used:
             made.register_parameter(key, None)
