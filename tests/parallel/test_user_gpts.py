@@ -14,6 +14,7 @@ import weft
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
+from weft.parallel.forward_recorder_internals import inputs_of_modules
 from weft.parallel.pipeline.module_stages import ModuleStages
 from weft.parallel.tensor import infer_table
 from weft.parallel.units import find_units
@@ -142,3 +143,9 @@ def test_sizes_that_were_read_as_numbers_are_checked() -> None:
 def test_state_that_stages_cannot_have_is_refused(name: str, text: str) -> None:
     with pytest.raises(JobError, match=text):
         stages(getattr(gpt_modules, name)())
+
+
+def test_inputs_of_modules_are_found_without_data() -> None:
+    model = gpt_modules.RotaryGpt()
+    found = inputs_of_modules(model, {"tokens": TOKENS}, {"head": model.head})
+    assert found["head"]["input"].shape == (4, 8, 16) and torch.equal(model.freqs, gpt_modules.RotaryGpt().freqs)
