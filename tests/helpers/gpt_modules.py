@@ -87,7 +87,7 @@ class FusedGpt(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         _, t = tokens.size()
         assert t <= self.config.block_size, f"{t} tokens, and only {self.config.block_size} positions"
-        positions = torch.arange(0, t, device=tokens.device)
+        positions = torch.arange(0, t, device=tokens.device) + torch.zeros(t, t, dtype=torch.int64)[0]
         x = self.transformer["wte"](tokens) + self.transformer["wpe"](positions)
         for block in self.transformer["h"]:  # type: ignore[attr-defined]
             x = block(x)

@@ -59,7 +59,7 @@ class ForwardRecorder(fx.Tracer):
             self.values_of_inputs = {n: tree_map(attributes.without_data, v) for n, v in self.inputs.items()}
             for path, value in (state or {}).items():
                 attributes.set(path, value)
-            with quiet_tracing(), _assignable_buffers(), _RecordedCalls(self):
+            with quiet_tracing(), _assignable_buffers(), _sizes_as_tuples(), _RecordedCalls(self):
                 graph = self.trace(model, concrete_args=defaults)
             self.assigned, self.changed = attributes.changes()
             self.constants = attributes.constants()
@@ -340,6 +340,27 @@ def _assignable_buffers() -> Iterator[None]:
         yield
     finally:
         nn.Module.__setattr__ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _sizes_as_tuples() -> Iterator[None]:
+    """Give torch.zeros(n, n) its sizes as one tuple: torch refuses separate ones that are recorded values."""
+    originals = {name: getattr(torch, name) for name in ("zeros", "ones", "empty", "rand", "randn")}
+
+    def with_tuple(original: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*sizes: Any, **options: Any) -> Any:
+            recorded = len(sizes) > 1 and any(isinstance(size, fx.Proxy) for size in sizes)
+            return original(sizes, **options) if recorded else original(*sizes, **options)
+
+        return make
+
+    for name, original in originals.items():
+        setattr(torch, name, with_tuple(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch, name, original)
 
 
 def _einops_functions() -> tuple[Callable[..., Any], ...]:
