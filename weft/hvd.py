@@ -3,4 +3,8 @@
 import sys
 from importlib import import_module
 
-sys.modules[__name__] = import_module("weft.extensions.adapters.hvd")
+PACKAGE = "weft.extensions.adapters.hvd"
+
+import_module(PACKAGE)
+for name in [name for name in sys.modules if name.startswith(PACKAGE)]:  # its modules are not imported twice
+    sys.modules[f"weft.hvd{name.removeprefix(PACKAGE)}"] = sys.modules[name]

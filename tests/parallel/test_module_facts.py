@@ -43,6 +43,16 @@ class ReadsValues(Stack):
         return super().forward(inputs) * float(inputs.max() >= 0)
 
 
+class Pairless(Stack):
+    """What is between its layers needs all values."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.embed(inputs)
+        for layer in self.layers:
+            x = layer(x).softmax(-1)
+        return self.head(x)
+
+
 class WrongSizes(Stack):
     """Adds tensors whose sizes differ."""
 
@@ -129,7 +139,10 @@ def test_a_module_that_cannot_be_traced_is_planned_without(name: str, caplog: py
         ("model.module=test_module_facts:Lazy", "Lazy has a lazy layer, and the size of head.weight is not known"),
         ("model.module=test_module_facts:Complex", r"Complex has complex weights \(phase\)"),
         ("model.module=test_module_facts:Scalar; parallel.dp_shard=2", "parameter scale has no dimension to cut"),
-        ("parallel={tp: 2}", "Stack has no table of parts, and no two linear layers"),
+        (
+            "model.module=test_module_facts:Pairless; parallel={tp: 2}",
+            "Pairless has no table of parts, and no two linear layers",
+        ),
         ("model.module=test_module_facts:ReadsValues; parallel={pp: 2}", "cannot be cut into pipeline stages"),
         (
             "parallel={pp: 2, virtual_stages: 8, schedule: interleaved-1f1b}; train.accumulation=2",

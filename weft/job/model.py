@@ -96,7 +96,7 @@ class Model(Section):
     module: str | None = None
     """Your own nn.Module, as package.module:Class; `model: package.module:Class` is short for it."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of your own module's constructor."""
+    """Keyword arguments of your own module's constructor, or the fields of the dataclass that it takes."""
     loss: str | dict[str, NamedLoss] = "auto"
     """Loss of your own module: auto (cross-entropy for integer targets, otherwise squared error; the module's own where
     samples have no targets), model (the module's own), cross_entropy, nll, bce, mse, l1, smooth_l1, a

@@ -12,7 +12,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "TorchDispatchMode",
@@ -27,6 +27,7 @@ __all__ = [
     "shaped",
     "storage_key",
     "tree_leaves",
+    "tree_map",
 ]
 
 device_query: Any = torch.ops.prim.device.default

@@ -20,9 +20,10 @@ ELEMENTWISE_MODULES = (
 )  # fmt: skip
 ELEMENTWISE_FUNCTIONS = {
     F.relu, F.relu6, F.gelu, F.silu, F.tanh, F.sigmoid, F.leaky_relu, F.elu, F.mish, F.hardswish, F.softplus,
-    torch.relu, torch.tanh, torch.sigmoid, torch.square, torch.mul, operator.mul, operator.pow,
+    torch.relu, torch.tanh, torch.sigmoid, torch.square, torch.mul, torch.pow, torch.erf, torch.exp, torch.add,
+    torch.div, operator.mul, operator.pow, operator.add, operator.sub, operator.truediv, operator.neg,
 }  # fmt: skip
-ELEMENTWISE_METHODS = {"relu", "tanh", "sigmoid", "square", "mul", "pow"}
+ELEMENTWISE_METHODS = {"relu", "tanh", "sigmoid", "square", "mul", "pow", "erf", "exp", "add", "div"}
 TORCH_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 """Layers whose forward cannot be recorded, with linear1 and linear2."""
 
@@ -48,9 +49,8 @@ def _pairs(module: nn.Module) -> list[tuple[list[nn.Linear], nn.Linear]]:
         return [([module.linear1], module.linear2)] if not module.dropout.p else []
     if isinstance(module, nn.Linear) or sum(1 for _ in _linears(module)) < 2:
         return []
-    try:
-        graph = _Recorder().trace(module)
-    except Exception:  # a forward that cannot be recorded has no parts
+    graph = _recorded(module)
+    if graph is None:
         return []
     layers = {n: m for n in graph.nodes if n.op == "call_module" and type(m := _target(module, n)) is nn.Linear}
     uses = Counter(str(n.target) for n in graph.nodes if n.op == "call_module")
@@ -69,12 +69,23 @@ def _pairs(module: nn.Module) -> list[tuple[list[nn.Linear], nn.Linear]]:
     return pairs
 
 
+def _recorded(module: nn.Module) -> fx.Graph | None:
+    """The calls of a module's forward; None if they depend on values. Activations of a user's own are followed, unless
+    theirs do."""
+    for follow_activations in (True, False):
+        try:
+            return _Recorder(follow_activations).trace(module)
+        except Exception:  # torch.fx raises what the forward raises
+            continue
+    return None
+
+
 def _linears(module: nn.Module) -> Any:
-    """The linear layers that the forward of a module calls itself, or through an nn.Sequential."""
+    """The linear layers that the forward of a module calls itself, through an nn.Sequential or from a list or dict."""
     for child in module.children():
         if isinstance(child, nn.Linear):
             yield child
-        elif type(child) is nn.Sequential:
+        elif type(child) in (nn.Sequential, nn.ModuleList, nn.ModuleDict):
             yield from _linears(child)
 
 
@@ -108,7 +119,13 @@ def _target(module: nn.Module, node: fx.Node) -> nn.Module:
 
 
 class _Recorder(fx.Tracer):
-    """Follows calls into every nn.Sequential; all other modules are one call."""
+    """Follows calls into every nn.Sequential and activation of a user's own; all other modules are one call."""
+
+    def __init__(self, follow_activations: bool):
+        super().__init__()
+        self.follow_activations = follow_activations
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return type(m) is not nn.Sequential
+        own = not type(m).__module__.startswith("torch.")
+        activation = self.follow_activations and own and not list(m.children()) and not list(m.parameters())
+        return type(m) is not nn.Sequential and not activation

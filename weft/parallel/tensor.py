@@ -26,9 +26,11 @@ from weft.models.experts.mixture_of_experts import MixtureOfExperts
 from weft.models.lora import Adapter
 from weft.models.norms import WideRMSNorm
 from weft.models.transformer import Head
+from weft.parallel.inferred_attention import infer_attention
 from weft.parallel.inferred_parts import infer_parts
 from weft.parallel.tensor_layers import (
     ColumnLinear,
+    FusedLinear,
     RowLinear,
     SequenceDropout,
     SplitRMSNorm,
@@ -80,6 +82,18 @@ def _row(split: TensorSplit, part: PartModule) -> None:
     if part.module.bias is not None and part.in_region and split.sequence:
         split.partial.add(f"{part.name}.bias")
     _cut_adapter(split, part, cut="a", dim=1, whole="b")
+
+
+def _fused(split: TensorSplit, part: PartModule) -> None:
+    path = max((p for p in part.model.attention_splits if part.name.startswith(f"{p}.")), key=len)  # type: ignore[union-attr]
+    count = part.model.attention_splits[path].projections[part.name.removeprefix(f"{path}.")]  # type: ignore[index,union-attr]
+    part.change_class(nn.Linear, FusedLinear, "fused", split, count=count)
+    split.cut(part.model, part.module, "weight", 0)
+    split.cut(part.model, part.module, "bias", 0)
+
+
+def _attention(split: TensorSplit, part: PartModule) -> None:
+    part.model.attention_splits[part.name].use(part.module)  # type: ignore[index,union-attr]
 
 
 def _cut_adapter(split: TensorSplit, part: PartModule, cut: str, dim: int, whole: str) -> None:
@@ -169,17 +183,20 @@ ROLES: dict[str, Role] = {
     "scatter": _scatter,
     "routed": _routed,
     "inside": _inside,
+    "fused": _fused,
+    "attention": _attention,
 }
 
 
-SHARDING_ROLES = ("column", "row", "vocab", "vocab_head")
+SHARDING_ROLES = ("column", "row", "vocab", "vocab_head", "fused")
 """Roles that shard weights; a table needs at least one of them."""
 
 
-def check_parts(model: nn.Module, kept: bool = True) -> None:
-    """Refuse a model that has nothing to split, or whose table of parts does not fit it. `kept`: the table is that of
-    the run, not of a model that is cut into stages first, each with a table of its own."""
-    table = _table(model) if kept else getattr(model, "parts", None) or infer_parts(model)
+def check_parts(model: nn.Module, ranks: int) -> None:
+    """Refuse a model that has nothing to split over these tp ranks, or whose table of parts does not fit it."""
+    if getattr(model, "parts", None) is None:
+        model.parts = infer_table(model, ranks)  # type: ignore[assignment]
+    table = _table(model)
     if not table:
         raise JobError(
             f"{type(model).__name__} has no table of parts, and no two linear layers with an activation between them, "
@@ -199,7 +216,7 @@ def split_tensors(split: TensorSplit, model: nn.Module, modules: list[tuple[str,
     """Shard these modules of a model by its table of roles."""
     stage = hasattr(model, "keep") or hasattr(model, "stage")
     if not stage:  # the table is for all stages, and one of them may have no sharded module
-        check_parts(model)
+        check_parts(model, split.axis.size)
     table = _table(model)
     regions = {name for name, _ in model.named_modules() if _role(table, name) == "region"}
     for name, module in modules:
@@ -207,11 +224,22 @@ def split_tensors(split: TensorSplit, model: nn.Module, modules: list[tuple[str,
             ROLES[role](split, PartModule(model, name, module, regions))
 
 
+def infer_table(model: nn.Module, ranks: int) -> dict[str, str]:
+    """The table of parts of a model that has none: its MLPs, and its attention where the arguments of its forward are
+    known (`given`). `whole_parts` of the model says why attention stays whole."""
+    table = infer_parts(model)
+    splits, whole = infer_attention(model, getattr(model, "given", None) or {}, table, ranks)
+    model.attention_splits, model.whole_parts = splits, whole  # type: ignore[assignment]
+    for path, split in splits.items():
+        table[path] = "attention"
+        table |= {f"{path}.{name}": "fused" if n > 1 else "column" for name, n in split.projections.items()}
+        table[f"{path}.{split.output}"] = "row"
+    return table
+
+
 def _table(model: nn.Module) -> dict[str, str]:
     """The roles of a model's modules, by pattern."""
-    if getattr(model, "parts", None) is None:
-        model.parts = infer_parts(model)  # type: ignore[assignment]
-    table: dict[str, str] = model.parts  # type: ignore[assignment]
+    table: dict[str, str] = getattr(model, "parts", None) or {}
     return table
 
 

@@ -86,6 +86,25 @@ class ColumnLinear(nn.Linear):
         return adapted(self, x, y)
 
 
+class FusedLinear(nn.Linear):
+    """A linear layer whose outputs are several parts, such as queries, keys and values, of each of which a rank
+    computes its share. Its shard of the weight is contiguous, so that checkpoints and ZeRO need not know the parts: the
+    weight is gathered, and the rank's rows are taken."""
+
+    split: TensorSplit
+    count: int
+    """The number of parts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self._rows(self.bias)
+        return F.linear(copy_in(x, self.split.axis), self._rows(self.weight), bias)
+
+    def _rows(self, param: Tensor) -> Tensor:
+        axis = self.split.axis
+        whole = gather_along(local_of(param), axis, 0)
+        return whole.unflatten(0, (self.count, axis.size, -1))[:, axis.rank].flatten(0, 1)
+
+
 class RowLinear(nn.Linear):
     """A linear layer of which each rank holds some inputs; its outputs are partial sums that are then summed."""
 

@@ -41,6 +41,12 @@ class ModuleFacts:
     written: float
     """Bytes of all tensors that were made."""
     operators: int
+    tp_reduced: float = 0.0
+    """Elements of activations and their gradients that a microbatch sums over tp."""
+    tp_gathered: float = 0.0
+    """Elements of weights that a microbatch gathers over tp."""
+    pp_sent: float = 0.0
+    """Elements that the first stage sends for a microbatch."""
 
 
 def predict_module(job: Job, plan: Plan, facts: ModuleFacts) -> dict[str, float]:
@@ -91,17 +97,24 @@ def _state_bytes(job: Job, shape: tuple[int, ...], ways: int) -> float:
 
 
 def module_traffic(plan: Plan, facts: ModuleFacts) -> dict[tuple[str, str], float]:
-    """Bytes that a rank passes to collectives over data-parallel axes in a step, by axis and kind."""
+    """Bytes that a rank passes to collectives in a step, and sends to the next stage, by axis and kind."""
     (trained, weights), shards = _elements(plan, facts), _shards(plan)
     summed = FP32_BYTES * trained / shards if plan.dp_replicate > 1 else 0.0
+    low = plan.compute_bytes * plan.accumulation
+    inside = {
+        ("tp", "all_reduce"): low * facts.tp_reduced / plan.pp, ("tp", "all_gather"): low * facts.tp_gathered / plan.pp,
+        ("tp", "reduce_scatter"): low * facts.tp_gathered / plan.pp, ("pp", "send"): low * facts.pp_sent,
+    }  # fmt: skip
+    inside = {key: moved for key, moved in inside.items() if moved}
     if shards == 1:
-        return {("dp_replicate", "all_reduce"): summed}
+        return {("dp_replicate", "all_reduce"): summed, **inside}
     gathers = 2 * plan.accumulation if plan.zero == 3 else 1
     scatters = 1 if plan.zero == 1 else plan.accumulation
     return {
         ("dp_shard", "all_gather"): gathers * plan.compute_bytes * weights,
         ("dp_shard", "reduce_scatter"): scatters * FP32_BYTES * trained,
         ("dp_replicate", "all_reduce"): summed,
+        **inside,
     }
 
 

@@ -26,7 +26,7 @@ from weft.memory.tensor_tracer import Tracer
 from weft.memory.tensor_tracer_internals import fake_tensors, quiet_tracing
 from weft.mesh import Mesh, ranks_of_a_node
 from weft.models.build_model import build_model, loss_sum, meta_model
-from weft.models.user.module import given_parameters
+from weft.models.user.module import given_arguments
 from weft.optim.build_optimizers import Optimizers, build_optimizers
 from weft.optim.ema import Ema
 from weft.optim.layer_rates import layer_rates
@@ -35,8 +35,10 @@ from weft.parallel.apply import parallelize
 from weft.parallel.data.data_parallel import Replicas
 from weft.parallel.data.delayed_sums import PredictedSums
 from weft.parallel.data.local_sgd import EveryStep, Rounds
-from weft.parallel.model_checks import check_model, cut_into_stages
+from weft.parallel.model_checks import check_inputs, check_model, cut_into_stages, time_major_layers
 from weft.parallel.pipeline.executor import Pipelined
+from weft.parallel.pipeline.module_stages import ModuleStages
+from weft.parallel.split_report import describe_split, tensor_parallel_facts
 from weft.parallel.spread_model import SpreadModel
 from weft.parallel.units import find_units
 from weft.planner.module_costs import ModuleFacts, predict_module
@@ -51,8 +53,10 @@ def build_state(job: Job, plan: Plan, mesh: Mesh, weights: InitialWeights | None
     """The state of a run at step 0, with random weights or those that `weights` fills in."""
     module = build_model(job.model, job.train.seed)
     units = tuple(find_units(module))
-    if job.model.module and plan.pp > 1:
-        _call_as_given(module, job, open_dataset(job))
+    if job.model.module and (plan.pp * plan.tp > 1 or time_major_layers(module)):
+        _call_as_given(module, job, plan, open_dataset(job))
+    if job.model.module:
+        check_inputs(module)
     spread_model = parallelize(module, mesh, plan, job.train.seed, bare_gradients=True)
     late = plan.split_master or plan.weight_share > 0
     if weights is not None and not late:
@@ -163,9 +167,10 @@ def with_prediction(job: Job, plan: Plan, dataset: Dataset | None = None) -> Pla
         with warnings.catch_warnings(), quiet_tracing(), fork_rng(devices=[]):  # the run draws what it would without
             warnings.simplefilter("ignore")
             data = dataset or dataset_here(job)
-            if dataset is None:  # a run has checked its module
-                check_module(job, plan, data)
-            facts = module_facts(job, plan, data)
+            module, stages = check_module(job, plan, data)
+            facts = layout_facts(module_facts(job, plan, data), module, stages)
+            if plan.tp > 1:
+                plan = replace(plan, reasons=(*plan.reasons, describe_split(module, plan.tp)))
     except Exception as error:  # the run itself reports it, if it is a fault
         if dataset is None and isinstance(error, JobError):
             raise
@@ -180,18 +185,28 @@ def with_prediction(job: Job, plan: Plan, dataset: Dataset | None = None) -> Pla
     return replace(plan, predicted=predicted)
 
 
-def _call_as_given(module: nn.Module, job: Job, dataset: Dataset) -> None:
-    """Let the forward be cut into stages as it is called with the samples."""
-    module.given = given_parameters(module, dataset.train(0), job.model)  # type: ignore[assignment]
+def _call_as_given(module: nn.Module, job: Job, plan: Plan, dataset: Dataset) -> None:
+    """Let the forward be recorded as it is called with the samples."""
+    module.given = given_arguments(module, dataset.train(0), job.model, plan.microbatch)  # type: ignore[assignment]
 
 
-def check_module(job: Job, plan: Plan, dataset: Dataset) -> None:
-    """Refuse a person's own module that cannot be trained as the plan says."""
+def check_module(job: Job, plan: Plan, dataset: Dataset) -> tuple[nn.Module, ModuleStages | None]:
+    """Refuse a person's own module that cannot be trained as the plan says; else the module without weights, and its
+    stages."""
     module = meta_model(job.model)
+    _call_as_given(module, job, plan, dataset)
+    check_inputs(module)
     check_model(module, plan)
-    if plan.pp > 1:
-        _call_as_given(module, job, dataset)
-        cut_into_stages(module, plan)
+    return module, cut_into_stages(module, plan)
+
+
+def layout_facts(facts: ModuleFacts, module: nn.Module, stages: ModuleStages | None) -> ModuleFacts:
+    """The facts of a module with what the ranks of tp and pp exchange."""
+    given: Any = module.given
+    tp = tensor_parallel_facts(module, given)
+    return replace(
+        facts, tp_reduced=tp.reduced, tp_gathered=tp.gathered, pp_sent=0.0 if stages is None else stages.elements_sent()
+    )
 
 
 def dataset_here(job: Job) -> Dataset:

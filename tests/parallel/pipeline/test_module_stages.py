@@ -96,7 +96,7 @@ def test_stages_give_what_the_module_gives() -> None:
     words, values = torch.randint(0, 16, (2, 5)), torch.randn(2, 4)
     for given in ([words, values], [words, values, torch.full((2, 1, 1), 2.0)]):
         names = ["words", "values", "weight"][: len(given)]
-        parts = [made for made in [stages(model, 3, given=names)] for made in map(made.stage, range(3))]
+        parts = [made for made in [stages(model, 3, given=dict.fromkeys(names))] for made in map(made.stage, range(3))]
         for training in (True, False):
             torch.manual_seed(1)
             expected = model.train(training)(*given)

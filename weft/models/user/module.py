@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -27,13 +28,10 @@ def build_user_module(model: Model, seed: int) -> nn.Module:
     assert model.module
     name = model.module
     cls = find_object(model.module, "model.module")
-    try:
-        inspect.signature(cls).bind(**model.args)
-    except TypeError as error:
-        raise JobError(f"model.args does not fit {model.module}: {error}") from None
+    args = constructor_arguments(cls, model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module = cls(**model.args)
+        module = cls(**args)
     if not isinstance(module, nn.Module):
         raise JobError(f"model.module={model.module!r} makes a {type(module).__name__}, not a torch.nn.Module")
     for part in module.modules():
@@ -44,6 +42,49 @@ def build_user_module(model: Model, seed: int) -> nn.Module:
     # registered before FSDP2's hook, which looks for tensors in tuples and dicts only
     module.register_forward_hook(lambda m, _, outputs: outputs if passes_on(m) else plain_outputs(outputs, name))
     return module
+
+
+def constructor_arguments(cls: Any, model: Model) -> dict[str, Any]:
+    """model.args as the constructor takes them: a class whose one argument is a dataclass takes its fields."""
+    signature = inspect.signature(cls)
+    try:
+        signature.bind(**model.args)
+        return dict(model.args)
+    except TypeError as error:
+        problem = str(error)
+    required = [p for p in signature.parameters.values() if p.default is p.empty and p.kind not in VARIADIC]
+    if len(required) != 1 or required[0].name in model.args:
+        raise JobError(f"model.args does not fit {model.module}: {problem}")
+    name, config = required[0].name, _config_class(cls, required[0])
+    if config is None or required[0].annotation is inspect.Parameter.empty:
+        file, _, last = str(model.module).partition(":")
+        shown = f"{config.__name__}(**fields)" if config else "…"
+        raise JobError(
+            f"{model.module} takes an object ({name}), and model.args has values; write a function in a file of your "
+            f"own, `from {file} import *; def build(**fields): return {last}({shown})`, and model.module=FILE:build"
+        )
+    try:
+        return {name: config(**model.args)}
+    except TypeError as error:
+        raise JobError(f"model.args does not fit {config.__name__}, which {model.module} takes: {error}") from None
+
+
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _config_class(cls: Any, parameter: inspect.Parameter) -> Any:
+    """The dataclass of a constructor's argument: its annotation, or the only one beside the class with such a name."""
+    space = vars(sys.modules[cls.__module__])
+    annotation = parameter.annotation
+    if isinstance(annotation, str):
+        annotation = space.get(annotation)
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+        return annotation
+    near = [
+        value for key, value in space.items()
+        if isinstance(value, type) and dataclasses.is_dataclass(value) and key.endswith(("Config", "Args", "Arguments"))
+    ]  # fmt: skip
+    return near[0] if len(near) == 1 else None
 
 
 def _freeze(module: nn.Module, model: Model) -> None:
@@ -174,8 +215,9 @@ def without_padding(batch: Batch, outputs: Any = None) -> tuple[Batch, Any]:
     return {key: value[real] for key, value in batch.items()}, kept(outputs)
 
 
-def given_parameters(module: nn.Module, sample: dict[str, Any], model: Model) -> list[str]:
-    """The parameters of a module's forward that samples such as this one have."""
-    batch = {key: torch.as_tensor(value).unsqueeze(0) for key, value in sample.items()}
+def given_arguments(module: nn.Module, sample: dict[str, Any], model: Model, microbatch: int) -> dict[str, Any]:
+    """The arguments of a module's forward for a microbatch of samples of the size of this one."""
+    single = {key: torch.as_tensor(value).unsqueeze(0) for key, value in sample.items()}
+    batch = {key: value.expand(microbatch, *value.shape[1:]) for key, value in single.items()}
     args, named = arguments(module, batch, model)
-    return list(inspect.signature(module.forward).bind(*args, **named).arguments)
+    return dict(inspect.signature(module.forward).bind(*args, **named).arguments)

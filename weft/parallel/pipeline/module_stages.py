@@ -2,7 +2,8 @@
 
 torch.fx records the calls of the forward method, down to the blocks: members of an nn.Sequential or nn.ModuleList, what
 `units` names, or the module's children. What happens inside a block is not recorded, so it may be anything. Two graphs
-are recorded, for training and for evaluation, since a forward may depend on `self.training`.
+are recorded, for training and for evaluation, since a forward may depend on `self.training`. Stages share the blocks
+with the module, and have copies only of the modules that contain them.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import inspect
 import random
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from weft.job.errors import JobError
+from weft.job.registry import listed
+from weft.memory.tensor_tracer_internals import tree_leaves
+from weft.parallel.forward_recorder_internals import ForwardRecorder, shapes_of
 from weft.parallel.pipeline.torch_containers import FORWARDS
 from weft.planner.schedules.stage_split import split_layers
 
@@ -30,14 +33,16 @@ MODES = (True, False)
 
 @dataclass(frozen=True)
 class StageGraph:
-    """A part of a recorded forward: values of earlier stages it takes, inputs of the module it reads, its calls, and
-    the values it gives to the next stage (None: the module's output)."""
+    """A part of a recorded forward: values of earlier stages it takes, inputs of the module it reads, its calls, the
+    values it gives to the next stage (None: the module's output), and those it keeps for the next call, by the path of
+    the attribute."""
 
     incoming: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     calls: tuple[fx.Node, ...]
     outgoing: tuple[fx.Node, ...] | None
     output: Any
+    kept: Mapping[str, fx.Node] = field(default_factory=dict)
 
     def graph(self) -> fx.Graph:
         made = fx.Graph()
@@ -49,7 +54,7 @@ class StageGraph:
         for node in self.calls:
             new[node] = made.node_copy(node, lambda n: new[n])
         given = self.output if self.outgoing is None else tuple(self.outgoing)
-        made.output(fx.node.map_arg(given, lambda n: new[n]))
+        made.output(fx.node.map_arg((given, tuple(self.kept.values())), lambda n: new[n]))
         return made
 
     @property
@@ -68,11 +73,22 @@ class ModuleStage:
     """By mode: the inputs of the module that this stage reads."""
     ends: bool
     run: Mapping[bool, MethodType]
+    kept: Mapping[bool, tuple[str, ...]]
+    """By mode: paths of the attributes that forward assigns."""
+    shapes: Mapping[bool, Mapping[str, Any] | None]
+    """By mode: the shapes of the module's inputs for which the graph was recorded; None if it is one for all shapes."""
+    name: str
     mode: bool | None = None
     """The mode whose graph is run; None: that of the module."""
 
     def __call__(self, *hidden: Any, **inputs: Any) -> Any:
-        return self.run[self.current](*hidden, **inputs)
+        output, kept = self.run[self.current](*hidden, **inputs)
+        if self.mode is None:  # else the call only finds out what passes between the stages
+            module: Any = self.run[True].__self__
+            for path, value in zip(self.kept[self.current], kept, strict=True):
+                owner, _, key = path.rpartition(".")
+                setattr(module.get_submodule(owner), key, value)
+        return output
 
     @property
     def current(self) -> bool:
@@ -83,8 +99,18 @@ class ModuleStage:
         """The outputs of the stage for the values of the stage before it and the arguments of the whole module."""
         bound = self.signature.bind(*args, **named)
         bound.apply_defaults()
+        if (expected := self.shapes[self.current]) is not None:
+            self._check_shapes(expected, {name: shapes_of(bound.arguments[name]) for name in expected})
         given = {name: bound.arguments[name] for name in self.inputs[self.current]}
         return module(*(hidden or ()), **given)
+
+    def _check_shapes(self, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+        if (name := next((n for n in expected if expected[n] != found[n]), None)) is not None:
+            raise JobError(
+                f"the forward of {self.name} reads sizes as numbers, so its pipeline stages are those for {name} of "
+                f"shape {expected[name]}, and a batch has {found[name]}; give all samples one size, move what reads "
+                "the sizes into one of its blocks, or use dp_shard instead of pp"
+            )
 
 
 class ModuleStages:
@@ -92,14 +118,17 @@ class ModuleStages:
 
     def __init__(
         self, model: nn.Module, units: Sequence[str], stages: int, pinned: Sequence[tuple[int, int]] = (),
-        given: Sequence[str] | None = None,
+        given: Mapping[str, Any] | None = None,
     ):  # fmt: skip
         """`units` are the paths of the module's blocks, `given` the parameters of forward that samples have (default:
-        those without a default), `pinned` the parts of each stage."""
+        those without a default) with tensors of their shapes or None, `pinned` the parts of each stage."""
         self.model, self.count = model, stages
         self.name = f"{type(model).__module__}:{type(model).__qualname__}"
         self.signature = inspect.signature(model.forward)
-        graphs = {training: self._record(units, given, training) for training in MODES}
+        self.recorders: dict[bool, ForwardRecorder] = {}
+        paths = [unit.split(".") for unit in units]
+        self.containers = {".".join(path[:n]) for path in paths for n in range(1, len(path))}
+        graphs = {training: self._record(given, training) for training in MODES}
         cuts = {training: _parts(model, graph) for training, graph in graphs.items()}
         self.parts = cuts[True].names
         """The module with which each part begins."""
@@ -108,22 +137,30 @@ class ModuleStages:
         self.units = list(dict.fromkeys(cuts[True].names))
         """Paths of the modules with weights that the forward calls."""
         split = self._split(cuts[True].costs, pinned)
-        self.graphs = {training: _stages(graph, cuts[training].calls, split) for training, graph in graphs.items()}
+        self.graphs = {t: self._cut(graph, cuts[t].calls, split, self._kept(t, graph)) for t, graph in graphs.items()}
         self._check_shared()
 
-    def _record(self, units: Sequence[str], given: Sequence[str] | None, training: bool) -> fx.Graph:
+    def _record(self, given: Mapping[str, Any] | None, training: bool) -> fx.Graph:
         parameters = self.signature.parameters.values()
         if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
             raise self._refusal("its forward has *args or **kwargs", "name the inputs of forward")
         left = {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in (given or ())}
         taken = [p.name for p in parameters if p.name not in left]
+        shapes = {name: value for name, value in (given or {}).items() if value is not None}
         before = torch.get_rng_state(), random.getstate()
         was = self.model.training
         try:
             self.model.train(training)
-            graph = _Recorder(units).trace(self.model, concrete_args=left)
+            recorder = ForwardRecorder(self._is_block, FORWARDS, shapes)
+            graph = recorder.record(self.model, left)
+            self._check_changes(recorder, graph, left, shapes)
+        except JobError:
+            raise
         except Exception as error:
-            where = [at for at in traceback.extract_tb(error.__traceback__) if "/torch/" not in at.filename]
+            where = [
+                at for at in traceback.extract_tb(error.__traceback__)
+                if "/torch/" not in at.filename and at.filename != inspect.getfile(ForwardRecorder)
+            ]  # fmt: skip
             at = f" ({where[-1].filename}:{where[-1].lineno})" if len(where) > 1 else ""
             first = str(error).split("\n")[0]
             raise self._refusal(
@@ -136,8 +173,47 @@ class ModuleStages:
             raise self._refusal(
                 "its forward draws random numbers outside of its blocks", "move that into one of its blocks"
             )
+        self.recorders[training] = recorder
         _drop_inputs(graph, taken)
         return graph
+
+    def _is_block(self, module: nn.Module, path: str) -> bool:
+        return path not in self.containers and type(module) is not nn.Sequential
+
+    def _check_changes(
+        self, recorder: ForwardRecorder, graph: fx.Graph, left: dict[str, Any], shapes: Mapping[str, Any]
+    ) -> None:
+        """Refuse a forward whose later calls depend on attributes in a way that stages do not have."""
+        cure = "move that into one of its blocks"
+        if recorder.changed:
+            raise self._refusal(f"its forward changes {listed(recorder.changed)}", cure)
+        read = _attributes_read(graph)
+        cached = {path: node for path, node in recorder.assigned.items() if path not in read}
+        if not cached or not all(isinstance(recorder.values.get(node), Tensor) for node in cached.values()):
+            return
+        again = ForwardRecorder(self._is_block, FORWARDS, shapes)
+        second = again.record(self.model, left, {path: recorder.values[node] for path, node in cached.items()})
+        for path, node in again.assigned.items():
+            if path in cached and path in _attributes_read(second) and _depends(node, path):
+                raise self._refusal(
+                    f"its forward computes {path} from the value of the call before",
+                    f"give {path.rpartition('.')[2]} its first value in __init__",
+                )
+
+    def _kept(self, training: bool, graph: fx.Graph) -> dict[str, fx.Node]:
+        """The values assigned to attributes that a later call reads."""
+        read = _attributes_read(graph)
+        return {path: node for path, node in self.recorders[training].assigned.items() if path in read}
+
+    def _cut(
+        self, graph: fx.Graph, parts: list[list[fx.Node]], split: Sequence[tuple[int, int]], kept: Mapping[str, fx.Node]
+    ) -> list[StageGraph]:
+        try:
+            return _stages(graph, parts, split, kept)
+        except LaterStage as error:
+            raise self._refusal(
+                f"its forward reads {error} in an earlier stage than it assigns it", "choose another parallel.split"
+            ) from None
 
     def _refusal(self, why: str, cure: str = "give it one list of blocks") -> JobError:
         return JobError(f"{self.name} cannot be cut into pipeline stages: {why}; {cure}, or use dp_shard instead of pp")
@@ -179,46 +255,50 @@ class ModuleStages:
                         )
                     self.ties[first], self.aliases[name] = (owner, stage), first
 
+    def elements_sent(self) -> float:
+        """Elements of the tensors that the first stage sends to the second for the given inputs."""
+        values = [self.recorders[True].values.get(node) for node in self.graphs[True][0].outgoing or ()]
+        return float(sum(t.numel() for t in tree_leaves(values) if isinstance(t, Tensor)))
+
     def stage(self, index: int) -> nn.Module:
-        """A copy of the module with the weights and the forward of one stage. Weights that no stage uses are in the
-        first one; names do not change."""
-        model = copy.deepcopy(self.model)
-        for part in model.modules():
-            if getattr(part, "inplace", False) is True:  # what arrives from another stage must not be overwritten
-                part.inplace = False  # type: ignore[assignment]
+        """The module with the weights and the forward of one stage. Weights that no stage uses are in the first one;
+        names do not change."""
         used = set().union(*(graphs[index].attributes for graphs in self.graphs.values()))
         if index == 0:
             others = set().union(*(g.attributes for graphs in self.graphs.values() for g in graphs))
-            used |= _unused(model, others)
-        _prune(model, "", used)
+            used |= _unused(self.model, others)
+        model = _with_only(self.model, "", used, {})
+        for part in model.modules():
+            if getattr(part, "inplace", False) is True:  # what arrives from another stage must not be overwritten
+                part.inplace = False  # type: ignore[assignment]
+        for recorder in self.recorders.values():
+            for name, constant in recorder.constants.items():
+                setattr(model, name, constant)
         run = {}
         for training in MODES:
             made = fx.GraphModule(model, self.graphs[training][index].graph())
             run[training] = MethodType(type(made).forward, model)
         ends = index == self.count - 1
         inputs = {t: tuple(str(n.target) for n in self.graphs[t][index].inputs) for t in MODES}
-        stage = ModuleStage(self.signature, inputs, ends, run)
+        kept = {t: tuple(self.graphs[t][index].kept) for t in MODES}
+        shapes = {
+            t: {n: shapes_of(v) for n, v in r.inputs.items()} if r.used_sizes else None
+            for t, r in self.recorders.items()
+        }
+        stage = ModuleStage(self.signature, inputs, ends, run, kept, shapes, self.name)
         model.stage = stage  # type: ignore[assignment]
         model.forward = stage
         model.stage_units = [u for u in self.units if u in used]  # type: ignore[assignment]
         model.aliases = {n: of for n, of in self.aliases.items() if self.ties[of][1] == index}  # type: ignore[assignment]
+        for name in model.aliases:  # type: ignore[union-attr]
+            owner, _, key = name.rpartition(".")
+            weight = model.get_submodule(owner).get_parameter(key)
+            copied = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+            for part in model.modules():
+                for own, value in list(part.named_parameters(recurse=False)):
+                    if value is weight:
+                        part.register_parameter(own, copied)
         return model
-
-
-class _Recorder(fx.Tracer):
-    """Follows calls into modules that contain blocks, and into every nn.Sequential it meets there."""
-
-    def __init__(self, units: Sequence[str]):
-        super().__init__()
-        paths = [unit.split(".") for unit in units]
-        self.opened = {".".join(path[:n]) for path in paths for n in range(1, len(path))}
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return module_qualified_name not in self.opened and type(m) is not nn.Sequential
-
-    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        plain = FORWARDS.get(type(m))
-        return super().call_module(m, forward if plain is None else partial(plain, m), args, kwargs)
 
 
 def _drop_inputs(graph: fx.Graph, taken: Sequence[str]) -> None:
@@ -264,8 +344,15 @@ def _parts(model: nn.Module, graph: fx.Graph) -> _Parts:
     return _Parts(calls or [before], names, costs)
 
 
-def _stages(graph: fx.Graph, parts: list[list[fx.Node]], split: Sequence[tuple[int, int]]) -> list[StageGraph]:
-    """The graph of each stage, with the values that pass between them."""
+class LaterStage(ValueError):
+    """The path of an attribute that is assigned in a later stage than the one that reads it."""
+
+
+def _stages(
+    graph: fx.Graph, parts: list[list[fx.Node]], split: Sequence[tuple[int, int]], kept: Mapping[str, fx.Node]
+) -> list[StageGraph]:
+    """The graph of each stage, with the values that pass between them. A kept value is one of the stage that reads the
+    attribute."""
     output = next(node for node in graph.nodes if node.op == "output").args[0]
     calls = [[node for part in parts[a:b] for node in part] for a, b in split]
     made_in = {node: stage for stage, nodes in enumerate(calls) for node in nodes}
@@ -275,6 +362,12 @@ def _stages(graph: fx.Graph, parts: list[list[fx.Node]], split: Sequence[tuple[i
             for used in node.all_input_nodes:
                 if used in last_use:
                     last_use[used] = stage
+    reads = {path: max(made_in[n] for n in made_in if n.op == "get_attr" and n.target == path) for path in kept}
+    for path, node in kept.items():
+        if made_in.get(node, 0) > reads[path]:
+            raise LaterStage(path)
+        if node in last_use:
+            last_use[node] = max(last_use[node], reads[path])
     given: list[fx.Node] = []
     fx.node.map_arg(output, lambda n: given.append(n))
     last_use |= {n: len(calls) for n in given if n in last_use}
@@ -288,9 +381,26 @@ def _stages(graph: fx.Graph, parts: list[list[fx.Node]], split: Sequence[tuple[i
             read |= {n: None for n in node.all_input_nodes if n.op == "placeholder"}
         if ends:
             read |= dict.fromkeys(n for n in given if n.op == "placeholder")
+        own = {path: node for path, node in kept.items() if reads[path] == stage}
+        read |= dict.fromkeys(n for n in own.values() if n.op == "placeholder")
         incoming = crossing[stage - 1] if stage else ()
-        made.append(StageGraph(incoming, tuple(read), tuple(nodes), None if ends else crossing[stage], output))
+        made.append(StageGraph(incoming, tuple(read), tuple(nodes), None if ends else crossing[stage], output, own))
     return made
+
+
+def _attributes_read(graph: fx.Graph) -> set[str]:
+    return {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+
+
+def _depends(node: fx.Node, path: str) -> bool:
+    """Whether a value is computed from the attribute at a path."""
+    seen, left = {node}, [node]
+    while left:
+        if (current := left.pop()).op == "get_attr" and current.target == path:
+            return True
+        left += [n for n in current.all_input_nodes if n not in seen]
+        seen.update(current.all_input_nodes)
+    return False
 
 
 def _parameters(model: nn.Module, path: str) -> list[tuple[str, nn.Parameter]]:
@@ -317,19 +427,25 @@ def _unused(model: nn.Module, used: set[str]) -> set[str]:
     return {n for n, t in tensors if id(t) not in taken}
 
 
-def _prune(module: nn.Module, path: str, used: set[str]) -> None:
-    """Remove the modules, parameters and buffers that are not used."""
+def _with_only(module: nn.Module, path: str, used: set[str], done: dict[int, nn.Module]) -> nn.Module:
+    """A copy of a module without the modules, parameters and buffers that are not used. The used modules are shared
+    with it: what they hold, such as functions that call them, stays the same."""
+    if id(module) in done:
+        return done[id(module)]
+    made = done[id(module)] = type(module).__new__(type(module))
+    made.__dict__.update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in module.__dict__.items()})
     for key, child in list(module.named_children()):
         at = f"{path}{key}"
         if at in used:
             continue
         if any(name.startswith(f"{at}.") for name in used):
-            _prune(child, f"{at}.", used)
+            made.__dict__["_modules"][key] = _with_only(child, f"{at}.", used, done)
         else:
-            delattr(module, key)
+            del made.__dict__["_modules"][key]
     for key, _ in list(module.named_parameters(recurse=False)):
         if f"{path}{key}" not in used:
-            module.register_parameter(key, None)
+            made.register_parameter(key, None)
     for key, _ in list(module.named_buffers(recurse=False)):
         if f"{path}{key}" not in used:
-            module.register_buffer(key, None)
+            made.register_buffer(key, None)
+    return made
