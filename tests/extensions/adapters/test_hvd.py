@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import weft.hvd as hvd
-from weft.hvd.coordinator import CollectiveCoordinator, Message
-from weft.hvd.reduce_ops import adasum, scaled
+from weft.extensions.adapters.hvd.coordinator import CollectiveCoordinator, Message
+from weft.extensions.adapters.hvd.reduce_ops import adasum, scaled
 from weft.job.errors import JobError
 
 SIGNATURES = {

@@ -10,11 +10,8 @@ import pytest
 from playwright.sync_api import Browser, expect, sync_playwright
 
 from weft.extensions.dash.app import create_app
-from weft.extensions.dash.serve import listen_on
+from weft.extensions.dash.serve import listen_on, make_server
 from weft.watch.runs.run_catalog import RunCatalog
-from weft.watch.dash.app import create_app
-from weft.watch.dash.run_catalog import RunCatalog
-from weft.watch.dash.serve import listen_on, make_server
 
 POLL_S = 0.1
 

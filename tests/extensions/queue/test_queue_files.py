@@ -16,18 +16,10 @@ from weft.extensions.queue.atomic_files import MAX_BYTES
 from weft.extensions.queue.claim import claim
 from weft.extensions.queue.fair_share import UsageFile
 from weft.extensions.queue.listing import queue_state
-from weft.extensions.queue.queue_folder import QueueFolder
-from weft.extensions.queue.records import Capacity, QueuedGpu, QueueSettings, Request
+from weft.extensions.queue.queue_folder import LAPSE_S, QueueFolder, boot_id
+from weft.extensions.queue.records import Capacity, ClaimRecord, QueuedGpu, QueueSettings, Request
 from weft.extensions.queue.scheduling import impossible
 from weft.job.errors import MachineError
-from weft.launch.queue import queue_folder as queue_folder
-from weft.launch.queue.atomic_files import MAX_BYTES
-from weft.launch.queue.claim import claim
-from weft.launch.queue.fair_share import UsageFile
-from weft.launch.queue.listing import queue_state
-from weft.launch.queue.queue_folder import LAPSE_S, QueueFolder, boot_id
-from weft.launch.queue.records import Capacity, ClaimRecord, QueuedGpu, QueueSettings, Request
-from weft.launch.queue.scheduling import impossible
 
 MACHINE = Capacity((QueuedGpu("GPU-0", "test", 80.0),), (0, 1), 8.0)
 

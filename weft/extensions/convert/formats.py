@@ -12,17 +12,10 @@ from weft.extensions.convert.axolotl import AXOLOTL
 from weft.extensions.convert.conversion import Conversion, SourceFormat, apply_table
 from weft.extensions.convert.deepspeed import DEEPSPEED
 from weft.extensions.convert.llamafactory import LLAMAFACTORY
+from weft.extensions.convert.llamafactory_v1 import LLAMAFACTORY_V1
 from weft.extensions.convert.megatron import MEGATRON
 from weft.extensions.convert.torchtitan import TORCHTITAN
-from weft.convert.accelerate import ACCELERATE
-from weft.convert.axolotl import AXOLOTL
-from weft.convert.conversion import Conversion, SourceFormat, apply_table
-from weft.convert.deepspeed import DEEPSPEED
-from weft.convert.llamafactory import LLAMAFACTORY
-from weft.convert.llamafactory_v1 import LLAMAFACTORY_V1
-from weft.convert.megatron import MEGATRON
-from weft.convert.torchtitan import TORCHTITAN
-from weft.convert.torchtitan_python import TORCHTITAN_PYTHON
+from weft.extensions.convert.torchtitan_python import TORCHTITAN_PYTHON
 from weft.job.errors import JobError
 from weft.job.registry import did_you_mean
 from weft.job.text_file import MAX_BYTES, read_small_text

@@ -5,11 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from weft.convert import training_arguments
-from weft.convert.accelerate import has_keys, read
-from weft.convert.conversion import SourceFormat
-from weft.convert.llamafactory import DATA, LORA, PREFERENCES
-from weft.convert.settings import Result, Rule, Settings, absent, as_number, choice, is_off, switch, to, unneeded
+from weft.extensions.convert import training_arguments
+from weft.extensions.convert.accelerate import has_keys, read
+from weft.extensions.convert.conversion import SourceFormat
+from weft.extensions.convert.llamafactory import DATA, LORA, PREFERENCES
+from weft.extensions.convert.settings import (
+    Result,
+    Rule,
+    Settings,
+    absent,
+    as_number,
+    choice,
+    is_off,
+    switch,
+    to,
+    unneeded,
+)
 
 SERVING = absent("serving is not in Weft; weft export RUN --to hf opens in vLLM")
 PLUGIN = absent("no such setting of a plugin in Weft")

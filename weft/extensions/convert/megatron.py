@@ -9,15 +9,9 @@ from weft.extensions.convert.conversion import SourceFormat
 from weft.extensions.convert.megatron_command import LAUNCHERS, arguments_of
 from weft.extensions.convert.megatron_layout import LAYOUT_RULES
 from weft.extensions.convert.megatron_model import MODEL_RULES
+from weft.extensions.convert.megatron_other import OTHER_RULES
 from weft.extensions.convert.megatron_training import LAUNCH, TRAINING_RULES
 from weft.extensions.convert.settings import Result, Rule, Settings
-from weft.convert.conversion import SourceFormat
-from weft.convert.megatron_command import LAUNCHERS, arguments_of
-from weft.convert.megatron_layout import LAYOUT_RULES
-from weft.convert.megatron_model import MODEL_RULES
-from weft.convert.megatron_other import OTHER_RULES
-from weft.convert.megatron_training import LAUNCH, TRAINING_RULES
-from weft.convert.settings import Result, Rule, Settings
 
 
 def _unresolved(rule: Rule) -> Rule:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weft.convert.megatron_model import KERNELS, OVERLAP
-from weft.convert.settings import Rule, absent, as_number, choice, switch, to, unneeded
+from weft.extensions.convert.megatron_model import KERNELS, OVERLAP
+from weft.extensions.convert.settings import Rule, absent, as_number, choice, switch, to, unneeded
 
 INFERENCE = absent("serving is not in Weft; weft export RUN --to hf opens in vLLM")
 REINFORCEMENT = absent("reinforcement learning is not in Weft")

@@ -6,9 +6,9 @@ import ast
 from pathlib import Path
 from typing import Any
 
-from weft.convert.conversion import SourceFormat
-from weft.convert.settings import Result, Rule, Settings, absent, as_number, choice, switch, to, unneeded
-from weft.convert.torchtitan import FLAVORS, TABLE, TORCHTITAN, every, torchtitan_defaults
+from weft.extensions.convert.conversion import SourceFormat
+from weft.extensions.convert.settings import Result, Rule, Settings, absent, as_number, choice, switch, to, unneeded
+from weft.extensions.convert.torchtitan import FLAVORS, TABLE, TORCHTITAN, every, torchtitan_defaults
 from weft.job.errors import JobError
 
 MODEL = "model_registry"

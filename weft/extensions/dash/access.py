@@ -10,7 +10,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weft.watch.dash.serve import is_loopback
+from weft.extensions.dash.serve import is_loopback
 
 COOKIE = "weft_dash"
 SECURITY_HEADERS = {

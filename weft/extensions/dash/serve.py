@@ -20,12 +20,9 @@ TOKEN_VARIABLE = "WEFT_DASH_TOKEN"
 
 def serve(roots: Sequence[Path], host: str, port: int, open_browser: bool, log: Callable[[str], None]) -> None:
     """Serve the dashboard until interrupted. Port 0 takes a free one."""
-    import uvicorn
 
     from weft.extensions.dash.app import create_app
     from weft.watch.runs.run_catalog import RunCatalog
-    from weft.watch.dash.app import create_app
-    from weft.watch.dash.run_catalog import RunCatalog
 
     sock = listen_on(host, port)
     token = None if is_loopback(host) else os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
@@ -47,7 +44,7 @@ def make_server(app: Any, **limits: Any) -> Any:
     """uvicorn with limits of connections; `limits` are arguments of limited_protocol."""
     import uvicorn
 
-    from weft.watch.dash.connections import limited_protocol
+    from weft.extensions.dash.connections import limited_protocol
 
     return uvicorn.Server(
         uvicorn.Config(

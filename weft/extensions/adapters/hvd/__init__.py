@@ -1,7 +1,7 @@
 """For PyTorch scripts written for Horovod: `import weft.hvd as hvd`."""
 
-from weft.hvd import elastic
-from weft.hvd.differentiable import (
+from weft.extensions.adapters.hvd import elastic
+from weft.extensions.adapters.hvd.differentiable import (
     allgather,
     allreduce,
     alltoall,
@@ -11,9 +11,9 @@ from weft.hvd.differentiable import (
     grouped_reducescatter,
     reducescatter,
 )
-from weft.hvd.engine import HorovodInternalError
-from weft.hvd.objects import allgather_object, broadcast_object
-from weft.hvd.operations import (
+from weft.extensions.adapters.hvd.engine import HorovodInternalError
+from weft.extensions.adapters.hvd.objects import allgather_object, broadcast_object
+from weft.extensions.adapters.hvd.operations import (
     allgather_async,
     allreduce_,
     allreduce_async,
@@ -34,10 +34,15 @@ from weft.hvd.operations import (
     sparse_allreduce_async,
     synchronize,
 )
-from weft.hvd.optimizer import DistributedOptimizer
-from weft.hvd.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from weft.hvd.reduce_ops import Adasum, Average, Max, Min, Product, Sum
-from weft.hvd.session import (
+from weft.extensions.adapters.hvd.optimizer import DistributedOptimizer
+from weft.extensions.adapters.hvd.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+from weft.extensions.adapters.hvd.reduce_ops import Adasum, Average, Max, Min, Product, Sum
+from weft.extensions.adapters.hvd.session import (
     ccl_built,
     cross_rank,
     cross_size,
@@ -61,10 +66,10 @@ from weft.hvd.session import (
     start_timeline,
     stop_timeline,
 )
-from weft.hvd.sync_batch_norm import SyncBatchNorm
-from weft.hvd.tensor_compressors import HvdCompression as Compression
-from weft.hvd.tensor_compressors import TensorCompressor as Compressor
-from weft.hvd.training_state import broadcast_optimizer_state, broadcast_parameters
+from weft.extensions.adapters.hvd.sync_batch_norm import SyncBatchNorm
+from weft.extensions.adapters.hvd.tensor_compressors import HvdCompression as Compression
+from weft.extensions.adapters.hvd.tensor_compressors import TensorCompressor as Compressor
+from weft.extensions.adapters.hvd.training_state import broadcast_optimizer_state, broadcast_parameters
 
 __all__ = [
     "Adasum", "Average", "Compression", "Compressor", "DistributedOptimizer", "HorovodInternalError", "Max", "Min",

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.background import BackgroundWorker
-from weft.hvd.reduce_ops import Average, ReduceOp
-from weft.hvd.session import joined, size
-from weft.hvd.tensor_compressors import codec_setting
+from weft.extensions.adapters.hvd.reduce_ops import Average, ReduceOp
+from weft.extensions.adapters.hvd.session import joined, size
+from weft.extensions.adapters.hvd.tensor_compressors import codec_setting
 from weft.job.errors import JobError
 from weft.optim.gradient_clip import scale_grads
 from weft.parallel.apply import compressor_of

@@ -12,9 +12,9 @@ import secrets
 import threading
 from typing import Protocol
 
+from weft.extensions.adapters.hvd.coordinator import CollectiveCoordinator, Message
 from weft.hardware.network import own_address
 from weft.hardware.rank_environment import rank_info
-from weft.hvd.coordinator import CollectiveCoordinator, Message
 from weft.mesh import Mesh
 from weft.wire.channel import Channel, WireError, open_channel
 from weft.wire.listener import Listener

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from weft.hvd.reduce_ops import Average, ReduceOp, Sum
+from weft.extensions.adapters.hvd.reduce_ops import Average, ReduceOp, Sum
 
 Message = dict[str, Any]
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.hvd import operations
-from weft.hvd.operations import Tensors, synchronize
-from weft.hvd.process_sets import ProcessSet, global_process_set
-from weft.hvd.reduce_ops import Average, ReduceOp, Sum, chosen_op, scaled
-from weft.hvd.session import joined, rank
-from weft.hvd.tensor_compressors import AnyCompression, HvdCompression, coded_sum, compressor_named
+from weft.extensions.adapters.hvd import operations
+from weft.extensions.adapters.hvd.operations import Tensors, synchronize
+from weft.extensions.adapters.hvd.process_sets import ProcessSet, global_process_set
+from weft.extensions.adapters.hvd.reduce_ops import Average, ReduceOp, Sum, chosen_op, scaled
+from weft.extensions.adapters.hvd.session import joined, rank
+from weft.extensions.adapters.hvd.tensor_compressors import AnyCompression, HvdCompression, coded_sum, compressor_named
 
 
 class _Allreduce(torch.autograd.Function):

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from weft.adapters.training import create_state, plain_values
 from weft.checkpoint.save_load import load, save
-from weft.hvd.elastic_sampler import ElasticSampler
-from weft.hvd.objects import broadcast_object
-from weft.hvd.session import init, joined
-from weft.hvd.training_state import broadcast_optimizer_state, broadcast_parameters
+from weft.extensions.adapters.hvd.elastic_sampler import ElasticSampler
+from weft.extensions.adapters.hvd.objects import broadcast_object
+from weft.extensions.adapters.hvd.session import init, joined
+from weft.extensions.adapters.hvd.training_state import broadcast_optimizer_state, broadcast_parameters
+from weft.extensions.adapters.training import create_state, plain_values
 from weft.job.errors import JobError
 
 FOLDER = "WEFT_ELASTIC_DIR"

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from weft.hvd.session import rank, size
+from weft.extensions.adapters.hvd.session import rank, size
 
 
 class ElasticSampler(Sampler[int]):

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.hvd import group_collectives
-from weft.hvd.connection import connect_ranks
-from weft.hvd.coordinator import GLOBAL_SET, Message
-from weft.hvd.group_collectives import Members
-from weft.hvd.reduce_ops import ReduceOp
+from weft.extensions.adapters.hvd import group_collectives
+from weft.extensions.adapters.hvd.connection import connect_ranks
+from weft.extensions.adapters.hvd.coordinator import GLOBAL_SET, Message
+from weft.extensions.adapters.hvd.group_collectives import Members
+from weft.extensions.adapters.hvd.reduce_ops import ReduceOp
 from weft.mesh import Mesh
 from weft.wire.channel import WireError
 

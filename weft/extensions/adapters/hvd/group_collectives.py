@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.hvd.reduce_ops import TORCH_OPS, Adasum, Average, ReduceOp, adasum, scaled
+from weft.extensions.adapters.hvd.reduce_ops import TORCH_OPS, Adasum, Average, ReduceOp, adasum, scaled
 
 WIDER = {torch.int16: torch.int32, torch.bool: torch.int32, torch.bfloat16: torch.float32}
 """Dtypes that Gloo does not reduce, and in which it reduces them."""

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.hvd.differentiable import allgather, broadcast
-from weft.hvd.operations import broadcast_
-from weft.hvd.process_sets import ProcessSet, global_process_set
-from weft.hvd.session import rank
+from weft.extensions.adapters.hvd.differentiable import allgather, broadcast
+from weft.extensions.adapters.hvd.operations import broadcast_
+from weft.extensions.adapters.hvd.process_sets import ProcessSet, global_process_set
+from weft.extensions.adapters.hvd.session import rank
 
 NUMPY: list[Any] = [
     np.ndarray, np.dtype, np.empty(0).__reduce__()[0], np.float64(0).__reduce__()[0],  # rebuild arrays and numbers

@@ -9,21 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm.compression.codec_base import RoundingNoise
-from weft.comm.compression.codecs import codecs_of
-from weft.comm.compression.compressed_sum import sum_all
-from weft.extensions.adapters.layout import join_ranks
-from weft.extensions.adapters.training import create_state
-from weft.hardware.rank_environment import rank_info
-from weft.job.compression import parse_compression
-from weft.job.errors import JobError
-from weft.job.schema import Job
-from weft.mesh import Mesh
-from weft.planner.plan import Plan
-from weft.hvd.engine import Handle
-from weft.hvd.process_sets import ProcessSet, global_process_set, start_in
-from weft.hvd.reduce_ops import Adasum, Average, ReduceOp, chosen_op
-from weft.hvd.session import joined, size
+from weft.extensions.adapters.hvd.engine import Handle
+from weft.extensions.adapters.hvd.process_sets import ProcessSet, global_process_set, start_in
+from weft.extensions.adapters.hvd.reduce_ops import Adasum, Average, ReduceOp, chosen_op
+from weft.extensions.adapters.hvd.session import joined, size
 
 Tensors = Sequence[Tensor]
 

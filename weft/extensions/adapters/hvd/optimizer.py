@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from weft.adapters.layout import BUCKET_MB
-from weft.hvd.coded_gradients import CodedGradients
-from weft.hvd.operations import (
+from weft.extensions.adapters.hvd.coded_gradients import CodedGradients
+from weft.extensions.adapters.hvd.operations import (
     grouped_allreduce_,
     grouped_allreduce_async,
     sparse_allreduce_async,
     synchronize,
 )
-from weft.hvd.process_sets import ProcessSet, global_process_set
-from weft.hvd.reduce_ops import Adasum, Average, ReduceOp, Sum
-from weft.hvd.session import size
-from weft.hvd.tensor_compressors import AnyCompression, HvdCompression, compressor_named
+from weft.extensions.adapters.hvd.process_sets import ProcessSet, global_process_set
+from weft.extensions.adapters.hvd.reduce_ops import Adasum, Average, ReduceOp, Sum
+from weft.extensions.adapters.hvd.session import size
+from weft.extensions.adapters.hvd.tensor_compressors import AnyCompression, HvdCompression, compressor_named
+from weft.extensions.adapters.layout import BUCKET_MB
 
 Params = Sequence[Tensor]
 

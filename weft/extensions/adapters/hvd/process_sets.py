@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from weft.hvd.engine import CollectiveEngine, Handle, HorovodInternalError
+from weft.extensions.adapters.hvd.engine import CollectiveEngine, Handle, HorovodInternalError
 
 _engine: list[CollectiveEngine] = []
 """The engine between init() and shutdown()."""

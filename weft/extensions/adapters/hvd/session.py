@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from weft.adapters.layout import join_ranks
 from weft.comm.teardown import leave
+from weft.extensions.adapters.hvd.engine import CollectiveEngine
+from weft.extensions.adapters.hvd.process_sets import ProcessSet, add_process_set, forget_process_sets, use_engine
+from weft.extensions.adapters.layout import join_ranks
 from weft.hardware.rank_environment import rank_info
-from weft.hvd.engine import CollectiveEngine
-from weft.hvd.process_sets import ProcessSet, add_process_set, forget_process_sets, use_engine
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.mesh import Mesh

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from weft.hvd.differentiable import allreduce
-from weft.hvd.reduce_ops import Sum
-from weft.hvd.session import size
+from weft.extensions.adapters.hvd.differentiable import allreduce
+from weft.extensions.adapters.hvd.reduce_ops import Sum
+from weft.extensions.adapters.hvd.session import size
 
 
 class SyncBatchNorm(nn.BatchNorm1d):

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from weft.hvd.objects import broadcast_object
-from weft.hvd.operations import broadcast_async_, synchronize
-from weft.hvd.process_sets import ProcessSet, global_process_set
-from weft.hvd.session import rank
+from weft.extensions.adapters.hvd.objects import broadcast_object
+from weft.extensions.adapters.hvd.operations import broadcast_async_, synchronize
+from weft.extensions.adapters.hvd.process_sets import ProcessSet, global_process_set
+from weft.extensions.adapters.hvd.session import rank
 
 
 def broadcast_parameters(
