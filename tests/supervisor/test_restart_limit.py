@@ -7,9 +7,12 @@ from typing import Any
 from helpers.command import python, write_job
 
 from weft.job.errors import Exit
+from weft.supervisor.attempt import Attempt
 from weft.supervisor.hang_cause import FaultReport
 from weft.supervisor.restart_limit import (
+    BURST_S,
     IDLE_AFTER_PROGRESS,
+    KILLED,
     MAX_BACKOFF_S,
     MAX_NODE_LOST_S,
     MAX_SAME_FAULT,
@@ -17,7 +20,9 @@ from weft.supervisor.restart_limit import (
     MAX_TIMEOUT_FACTOR,
     STEADY_STEPS,
     backoff_s,
+    burst_of,
     entry,
+    faults_before,
     give_up_code,
     grown_node_lost_s,
     idle_attempts,
@@ -69,6 +74,24 @@ def test_kills_at_different_steps_do_not_add_up() -> None:
         earlier += [entry(f, number) for f in now]
     again = [entry(now[0], number + i) for i in range(1, MAX_SAME_FAULT["exit"])]
     assert give_up_code(now, earlier + again, 100) == Exit.DIFFERS
+
+
+def test_kills_of_a_burst_are_one_fault() -> None:
+    earlier: list[list[Any]] = []
+    began, before = 0.0, Attempt(1, 2, {}, {}, "", 0.0)
+    for number in range(1, 7):
+        now = [fault(number % 2, KILLED, step=18, kind="exit")]
+        burst, began = burst_of(before, now[0], now=100.0 + number)
+        assert (burst, began) == (1, 101.0)
+        assert give_up_code(now, earlier, 1, burst) == 0
+        assert backoff_s(now, earlier, burst=burst) == 0.0
+        earlier += [entry(f, burst) for f in now]
+        before = Attempt(number + 1, 2, {}, {}, "", 0.0, burst=burst, burst_began=began)
+    assert faults_before(earlier) == 1
+    assert burst_of(before, fault(0, "SIGSEGV", kind="exit"), 107.0) == (0, 0.0), "not from outside"
+    burst, _ = burst_of(before, now[0], began + BURST_S + 1)
+    assert burst == before.number and repeats(now, earlier, burst) == (2, 2)
+    assert give_up_code(now, earlier, 1, burst) == Exit.DIFFERS, "one fault before, and one restart allowed"
 
 
 def test_timeouts_grow_while_attempts_end_by_a_timeout_without_a_step() -> None:

@@ -135,9 +135,16 @@ class HangDetector:
         longest = max(self.gaps.get("step", ()), default=0.0)
         return self.clock() - self._moved > self.load * max(STOP_WAIT_S, STOP_FACTOR * longest)
 
-    def regroup_timeout(self, floor_s: float) -> float:
-        """How long ranks may take to return after the attempt is over; some are computing."""
-        return self.timeout_factor * self.load * max(floor_s, 3 * max(self.gaps.get("step", [0.0])))
+    def awaits_nothing(self, ranks: dict[int, Record]) -> bool:
+        """Whether none of these ranks works."""
+        return not self._busy(ranks, self.clock())
+
+    def regroup_timeout(self, floor_s: float, stopping: bool = False) -> float:
+        """How long ranks may take to return after the attempt is over; some are computing. A run that is asked to stop
+        does not wait longer after attempts without a step."""
+        return (
+            (1.0 if stopping else self.timeout_factor) * self.load * max(floor_s, 3 * max(self.gaps.get("step", [0.0])))
+        )
 
     def _busy(self, ranks: dict[int, Record], now: float) -> bool:
         """Whether any rank is running, runnable, or waits for a disk."""
