@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from weft.supervisor.stop_signals import STOP_SIGNALS
 from weft.training import rank, supervised_rank
 
@@ -69,12 +71,19 @@ def _send_to_supervisor(number: signal.Signals) -> Any:
     return send
 
 
+def _stop_fork_server(device: torch.device) -> None:
+    for process in psutil.Process(int(os.environ["WEFT_LAUNCHER"])).children():
+        if process.name() == "weft-forkserver":
+            process.send_signal(signal.SIGSTOP)
+
+
 def _add_actions() -> None:
     from weft.chaos.rank_faults import ACTIONS
 
     ACTIONS |= {"kill": _send(signal.SIGKILL), "stop": _send(signal.SIGSTOP)}
     ACTIONS |= {"supervisor": _send_to_supervisor(signal.SIGKILL)}
     ACTIONS |= {"stop supervisor": _send_to_supervisor(signal.SIGSTOP)}
+    ACTIONS |= {"stop fork server": _stop_fork_server}
     ACTIONS |= {"exit": lambda device: os._exit(0)}
     ACTIONS |= {f"launcher {s.name}": _send_to_launcher(s) for s in (signal.SIGKILL, *STOP_SIGNALS)}
 

@@ -1,4 +1,4 @@
-"""A stopped or hung helper process is found by its state and its heartbeat."""
+"""A stopped or hung supervisor is found by its state and its heartbeat."""
 
 from __future__ import annotations
 

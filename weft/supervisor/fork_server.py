@@ -82,11 +82,6 @@ class ForkServer:
             self._sock.send(str(slot).encode())
         return child
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether a process was requested that has not been forked."""
-        return bool(self._expected)
-
     def fileno(self) -> int:
         """Readable when processes have been forked."""
         return self._sock.fileno()

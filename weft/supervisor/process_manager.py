@@ -116,7 +116,6 @@ class ProcessManager:
         self.supervisor_fault = ""
         """Why this process killed the supervisor."""
         self.supervisor_watch = ProcessWatch(job.resilience.patience_s)
-        self.fork_server_watch = ProcessWatch(job.resilience.patience_s)
         self.stopped_at: float | None = None
         """When the first stop signal was handled (time.monotonic)."""
 
@@ -171,14 +170,11 @@ class ProcessManager:
                         step=step, why=f"the supervisor {self.supervisor_fault or 'was killed'} and is replaced",
                     )  # fmt: skip
             self._start_supervisor()
-        elif self.supervisor is not None:
-            beats = self.board["supervisor_beats"]
-            self.supervisor_fault = self.supervisor_watch.problem(self.supervisor.pid, beats)
-            if self.supervisor_fault:
-                self.supervisor.kill()
-        server = self.fork_server
-        if server is not None and server.is_asked and self.fork_server_watch.problem(server.process.pid):
-            server.process.kill()
+        elif self.supervisor is not None and (
+            problem := self.supervisor_watch.problem(self.supervisor.pid, self.board["supervisor_beats"])
+        ):
+            self.supervisor_fault = problem
+            self.supervisor.kill()
         for slot, pid in self.fork_server.new_processes() if self.fork_server is not None else ():
             self.board.put(slot, "pid", pid)
         for slot in range(self.board.slots):
@@ -243,7 +239,7 @@ class ProcessManager:
 
     def _start_supervisor(self) -> None:
         self.supervised_since = time.monotonic()
-        self.board["supervisor_beats"] = 0
+        self.supervisor_fault, self.board["supervisor_beats"] = "", 0
         self.supervisor = self._start([self.command[0], str(self.run.path), str(self.folder), *self.command[1:]], {})
         self.board["supervisor"] = self.supervisor.pid
 

@@ -1,4 +1,4 @@
-"""Find that a helper process of a run, such as the supervisor, is stopped or hangs, so that it is replaced."""
+"""Find that the supervisor is stopped or hangs, so that it is replaced."""
 
 from __future__ import annotations
 
