@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from helpers.command import python, write_job
+from helpers.parity import make_job
 
 from weft.job.errors import Exit
+from weft.job.run_folder import RunDir
+from weft.planner import make_plan
 from weft.supervisor.attempt import Attempt
 from weft.supervisor.hang_cause import FaultReport
 from weft.supervisor.restart_limit import (
@@ -29,6 +34,8 @@ from weft.supervisor.restart_limit import (
     repeats,
     timeout_factor,
 )
+from weft.supervisor.status_board import StatusBoard
+from weft.supervisor.supervisor import MAX_UNCONNECTED, Supervisor
 
 
 def fault(rank: int, why: str, step: int = 0, kind: str = "raised") -> FaultReport:
@@ -92,6 +99,26 @@ def test_kills_of_a_burst_are_one_fault() -> None:
     burst, _ = burst_of(before, now[0], began + BURST_S + 1)
     assert burst == before.number and repeats(now, earlier, burst) == (2, 2)
     assert give_up_code(now, earlier, 1, burst) == Exit.DIFFERS, "one fault before, and one restart allowed"
+
+
+def test_run_that_is_asked_to_stop_ends_if_its_ranks_do_not_connect(tmp_path: Path) -> None:
+    run, board = RunDir(tmp_path / "run"), StatusBoard(tmp_path / "board", slots=2)
+    supervisor = Supervisor(run, tmp_path, board, *make_plan(make_job(parallel={"dp_shard": 2})))
+    supervisor.first()
+    board["stop"] = int(Exit.PREEMPTED)
+    for attempt in range(1, MAX_UNCONNECTED + 1):
+        assert (board["published"], board["end"]) == (attempt, 0)
+        supervisor.unconnected += 1
+        supervisor.replaced = {0, 1}
+        supervisor.broken(FaultReport("hang", None, "they do not connect, and the run is asked to stop", 0))
+        for slot in range(2):
+            board.put(slot, "deaths", attempt)
+        supervisor.regroup(board.records())
+    assert board["end"] == Exit.PREEMPTED + 1
+    assert json.loads((tmp_path / "end.json").read_text()) == [
+        "stopped without saving, since the ranks did not connect in 2 attempts; the same command resumes from the last "
+        "checkpoint"
+    ]
 
 
 def test_timeouts_grow_while_attempts_end_by_a_timeout_without_a_step() -> None:
