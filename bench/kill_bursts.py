@@ -24,7 +24,7 @@ RESULTS = ROOT / "runs" / "bench-kill-bursts"
 PAGE = ROOT / "bench" / "kill_bursts.md"
 STEPS_PER_BURST = 15
 
-JOB = {
+JOB: dict[str, Any] = {
     "model": {"family": "llama", "dim": 32, "layers": 4, "heads": 4, "ffn": 64},
     "data": {"source": "pydoc", "seq_len": 32}, "train": {"global_batch": 8, "microbatch": 1, "eval_every": 40,
     "eval_batches": 1}, "cluster": {"device": "cpu"}, "checkpoint": {"every": 50},

@@ -24,9 +24,9 @@ from weft.planner.plan import Plan
 from weft.supervisor.attempt import write_start
 from weft.supervisor.failure_report import remove_failures, write_failure
 from weft.supervisor.fork_server import ForkedProcess, ForkServer, as_subreaper
+from weft.supervisor.hang_detection import SupervisorWatch
 from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER, rank_module
 from weft.supervisor.memory_folder import memory_folder
-from weft.supervisor.process_watch import ProcessWatch
 from weft.supervisor.run_lock import RunLock
 from weft.supervisor.status_board import PHASES, TRAINING, StatusBoard
 from weft.supervisor.stop_signals import KILL_AFTER_INTERRUPTS, STOP_CODES, SignalForwarder, signals_blocked
@@ -115,7 +115,7 @@ class ProcessManager:
         self.supervised_since, self.short_lives = 0.0, 0
         self.supervisor_fault = ""
         """Why this process killed the supervisor."""
-        self.supervisor_watch = ProcessWatch(job.resilience.patience_s)
+        self.supervisor_watch = SupervisorWatch(job.resilience.patience_s)
         self.stopped_at: float | None = None
         """When the first stop signal was handled (time.monotonic)."""
 
