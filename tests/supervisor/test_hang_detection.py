@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 from weft.supervisor import hang_detection
 from weft.supervisor.attempt import Attempt, read_attempt, write_attempt
 from weft.supervisor.hang_cause import blame, main_stack, ranks_behind, where
-from weft.supervisor.hang_detection import MIN_WARMUP_TIMEOUT_S, SUPERVISOR_SILENT_S, HangDetector, SupervisorWatch
-from weft.supervisor.status_board import Record, StatusBoard
+from weft.supervisor.hang_detection import (
+    KINDS,
+    MIN_WARMUP_TIMEOUT_S,
+    STEPS,
+    SUPERVISOR_SILENT_S,
+    HangDetector,
+    SupervisorWatch,
+)
+from weft.supervisor.status_board import PHASES, Record, StatusBoard
 
 GRID = {0: {"dp": [0, 2], "tp": [0, 1]}, 1: {"dp": [1, 3], "tp": [0, 1]}, 2: {"dp": [0, 2], "tp": [2, 3]},
         3: {"dp": [1, 3], "tp": [2, 3]}}  # fmt: skip
@@ -157,3 +164,7 @@ def test_stopped_and_silent_supervisors_are_found() -> None:
     states[7] = "T"
     assert after(1, 7, 2) == after(1, 7, 2) == "" and after(1, 7, 2) == "was stopped by a signal"
     assert after(1, 8, 0) == "", "it was replaced"
+
+
+def test_every_phase_has_a_timeout() -> None:
+    assert set(STEPS) | set(KINDS) == set(PHASES)

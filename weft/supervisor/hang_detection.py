@@ -14,6 +14,8 @@ from weft.supervisor.status_board import Record
 HANG_FACTOR = 8.0
 """A standstill this many times longer than any recent one is a hang."""
 STEPS = ("data", "compute", "update")
+KINDS = ("start", "spare", "unusable", "waiting", "connect", "checkpoint", "eval", "end", "gone")
+"""The other phases; the first of these that a rank is in is the kind of a standstill."""
 MIN_PHASE_TIMEOUT_S = 120.0
 """Shortest timeout of anything but a normal step: imports, compilation, evaluation, checkpoints."""
 FIRST_PHASE_TIMEOUT_S = 600.0
@@ -163,9 +165,7 @@ class HangDetector:
         if phases <= set(STEPS):
             self._first = done if self._first < 0 else self._first
             return "step" if done >= self._first + WARMUP_STEPS else "first"
-        return next(
-            p for p in ("start", "spare", "waiting", "connect", "checkpoint", "eval", "end", "gone") if p in phases
-        )
+        return min(phases - set(STEPS), key=KINDS.index)
 
 
 def first_steps_timeout_s(plan: Plan) -> float:

@@ -375,7 +375,7 @@ class Supervisor:
             self.beat()
             now = {rank: self.board.record(slot) for rank, slot in self.attempt.ranks.items()}
             gone = {rank: r.code for rank, r in now.items() if r.deaths > self.attempt.deaths[r.slot]}
-            if all(rank in gone or r.phase == "waiting" for rank, r in now.items()):
+            if all(rank in gone or r.phase in LEFT_ATTEMPT for rank, r in now.items()):
                 break
         if quiet:  # ranks exit together after the last checkpoint; a kill after that changes nothing
             if not self.announced and all(r.attempt == self.attempt.number for r in ranks.values()):
