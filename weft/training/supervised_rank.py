@@ -164,20 +164,14 @@ class SupervisedRank:
                 return exit_code(error)
             self._log(rank, f"attempt {attempt.number} is over: {type(error).__name__}: {error}")
             if not position:  # it was interrupted while it connected
-                return self._leave_unconnected(attempt)
+                self.heartbeat.leave_unconnected()
+                return NOT_CONNECTED
         finally:
             self.heartbeat.watch = lambda: (0, 0, [])
             sockets.shut_down()
             if tunnel is not None:
                 tunnel.close()
         return None
-
-    def _leave_unconnected(self, attempt: Attempt) -> int:
-        """Wait until the attempt is over, and return the exit code of a rank that did not connect."""
-        self.heartbeat.now("unusable", 0)
-        while self.board["attempt"] == attempt.number:
-            self.heartbeat.wait_for_news(SPARE_POLL_S)
-        return NOT_CONNECTED
 
     def _log(self, rank: int, text: str) -> None:
         with contextlib.suppress(OSError), (self.run.logs / f"rank-{rank}.log").open("a", encoding="utf-8") as log:
