@@ -14,12 +14,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from weft.supervisor.stop_signals import STOP_SIGNALS
 from weft.training import rank, supervised_rank
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
+    from weft.job.schema import Job
+    from weft.supervisor.attempt import Attempt
     from weft.training.session import Session
 
 
@@ -57,19 +62,63 @@ def _send_to_launcher(number: signal.Signals) -> Any:
     return send
 
 
-def _kill_supervisor(device: torch.device) -> None:
-    from weft.supervisor.status_board import StatusBoard
+def _send_to_supervisor(number: signal.Signals) -> Any:
+    def send(device: torch.device) -> None:
+        from weft.supervisor.status_board import StatusBoard
 
-    os.kill(StatusBoard(Path(os.environ["WEFT_MEMORY"]) / "board")["supervisor"], signal.SIGKILL)
+        os.kill(StatusBoard(Path(os.environ["WEFT_MEMORY"]) / "board")["supervisor"], number)
+
+    return send
+
+
+def _stop_fork_server(device: torch.device) -> None:
+    for process in psutil.Process(int(os.environ["WEFT_LAUNCHER"])).children():
+        if process.name() == "weft-forkserver":
+            process.send_signal(signal.SIGSTOP)
+
+
+def _add_actions() -> None:
+    from weft.chaos.rank_faults import ACTIONS
+
+    ACTIONS |= {"kill": _send(signal.SIGKILL), "stop": _send(signal.SIGSTOP)}
+    ACTIONS |= {"supervisor": _send_to_supervisor(signal.SIGKILL)}
+    ACTIONS |= {"stop supervisor": _send_to_supervisor(signal.SIGSTOP)}
+    ACTIONS |= {"stop fork server": _stop_fork_server}
+    ACTIONS |= {"exit": lambda device: os._exit(0)}
+    ACTIONS |= {f"launcher {s.name}": _send_to_launcher(s) for s in (signal.SIGKILL, *STOP_SIGNALS)}
+
+
+class FaultyConnection(supervised_rank.SupervisedRank):
+    """A rank that executes the orders of the phase "connect" once all ranks are ready to connect. Their step is the
+    number of the attempt."""
+
+    def _store(self, attempt: Attempt, job: Job) -> dist.Store:
+        import torch
+
+        from weft import mesh
+        from weft.chaos.rank_faults import ACTIONS, VARIABLE, Orders
+        from weft.comm.rendezvous import await_all
+
+        _add_actions()
+        orders = Orders(Path(os.environ[VARIABLE]), attempt.rank_of(self.slot) or 0)
+        orders.look()
+
+        def await_all_with_faults(*args: Any) -> None:
+            await_all(*args)
+            for order in orders.due(attempt.number, "connect", tuple(ACTIONS)):
+                if orders.first_time(order, attempt.number):
+                    ACTIONS[order["kind"]](torch.device("cpu"))
+
+        mesh.await_all = await_all_with_faults
+        return super()._store(attempt, job)
 
 
 def inject(session: Session) -> None:
     """Add the faults of the orders to this session. Those of the phase "evaluation" count the step after it."""
     from weft.extensions.chaos.rank_faults import ACTIONS, VARIABLE, FaultyStepper, arm
+    from weft.chaos.rank_faults import VARIABLE, FaultyStepper, arm
 
-    ACTIONS |= {"kill": _send(signal.SIGKILL), "stop": _send(signal.SIGSTOP), "supervisor": _kill_supervisor}
-    ACTIONS |= {"exit": lambda device: os._exit(0)}
-    ACTIONS |= {f"launcher {s.name}": _send_to_launcher(s) for s in (signal.SIGKILL, *STOP_SIGNALS)}
+    _add_actions()
     if "WEFT_MEMORY" in os.environ:
         Path(os.environ[VARIABLE]).with_name("memory.txt").write_text(os.environ["WEFT_MEMORY"], encoding="utf-8")
     arm(session)
@@ -85,5 +134,6 @@ def inject(session: Session) -> None:
 
 
 if __name__ == "__main__":
+    supervised_rank.SupervisedRank = FaultyConnection  # type: ignore[misc]
     supervised = "WEFT_MEMORY" in os.environ
     rank.exit_process(supervised_rank.main(inject) if supervised else rank.run_launched_rank(hook=inject))

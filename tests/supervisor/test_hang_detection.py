@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 from weft.supervisor import hang_detection
 from weft.supervisor.attempt import Attempt, read_attempt, write_attempt
 from weft.supervisor.hang_cause import blame, main_stack, ranks_behind, where
-from weft.supervisor.hang_detection import MIN_WARMUP_TIMEOUT_S, HangDetector
-from weft.supervisor.status_board import Record, StatusBoard
+from weft.supervisor.hang_detection import (
+    KINDS,
+    MIN_WARMUP_TIMEOUT_S,
+    STEPS,
+    SUPERVISOR_SILENT_S,
+    HangDetector,
+    SupervisorWatch,
+)
+from weft.supervisor.status_board import PHASES, Record, StatusBoard
 
 GRID = {0: {"dp": [0, 2], "tp": [0, 1]}, 1: {"dp": [1, 3], "tp": [0, 1]}, 2: {"dp": [0, 2], "tp": [2, 3]},
         3: {"dp": [1, 3], "tp": [2, 3]}}  # fmt: skip
@@ -136,3 +143,28 @@ def test_attempt_round_trip(tmp_path: Path) -> None:
     write_attempt(tmp_path, attempt)
     assert read_attempt(tmp_path, 3) == attempt
     assert (attempt.rank_of(4), attempt.rank_of(0)) == (1, None)
+
+
+def test_stopped_and_silent_supervisors_are_found() -> None:
+    now, states = [0.0], {7: "S", 8: "S"}
+    watch = SupervisorWatch(1.5, lambda: now[0], lambda pid: states[pid])
+
+    def after(seconds: float, pid: int, beats: int) -> str:
+        now[0] += seconds
+        return watch.problem(pid, beats)
+
+    assert after(0, 7, 0) == after(10 * SUPERVISOR_SILENT_S, 7, 0) == "", "it is still starting"
+    assert after(1, 7, 1) == after(SUPERVISOR_SILENT_S, 7, 1) == ""
+    assert after(1, 7, 1) == "did not respond for 30 s"
+    assert after(1, 7, 2) == ""
+    states[7] = "T"
+    assert after(1, 7, 2) == after(1, 7, 2) == ""
+    states[7] = "R"
+    assert after(1, 7, 2) == "", "it was continued"
+    states[7] = "T"
+    assert after(1, 7, 2) == after(1, 7, 2) == "" and after(1, 7, 2) == "was stopped by a signal"
+    assert after(1, 8, 0) == "", "it was replaced"
+
+
+def test_every_phase_has_a_timeout() -> None:
+    assert set(STEPS) | set(KINDS) == set(PHASES)

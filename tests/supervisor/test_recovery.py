@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers.command import DEADLINE_S, Output, ids_by_step, losses, python, run_of, strays, weft, write_job
+from helpers.command import DEADLINE_S, Output, ids_by_step, losses, python, run_of, step_of, strays, weft, write_job
 from helpers.self_faults import memory_of, write_orders
 
-from weft.checkpoint.format import list_checkpoints
+from weft.checkpoint.format import list_checkpoints, newest_good
 from weft.checkpoint.reader import load_full
 from weft.job.errors import Exit
 from weft.watch.journal import read_jsonl
@@ -57,6 +57,44 @@ def run_with(folder: Path, *orders: dict[str, Any], changes: Sequence[str] = ("n
     """Train the run `hit` with these faults."""
     command = ("-m", "weft", "train", "job.yaml", *changes)
     return python(folder, *command, deadline_s=3 * DEADLINE_S, **write_orders(folder, *orders))
+
+
+def test_run_with_a_stopped_supervisor_recovers_and_ends_on_a_signal(tmp_path: Path) -> None:
+    """It is replaced while the ranks train, and when they have ended after SIGTERM. So is the process that forks ranks
+    once one is needed."""
+    write_job(tmp_path, **JOB)
+    orders = [("stop supervisor", 1, 5), ("stop fork server", 1, 6), ("kill", 0, 7), ("kill", 1, 12)]
+    orders += [("stop supervisor", 0, 20), ("launcher SIGTERM", 0, 20)]
+    result = run_with(tmp_path, *({"kind": kind, "rank": rank, "step": step} for kind, rank, step in orders))
+    run = run_of(tmp_path, "hit")
+    assert result.code == Exit.PREEMPTED, result.err
+    faults = [(e["fault"], e["why"]) for e in read_jsonl(run.events) if e["event"] == "fault"]
+    stopped = ("supervisor", "the supervisor was stopped by a signal and is replaced")
+    assert faults[0] == faults[-1] == stopped, result.err
+    assert {kind for kind, _ in faults[1:-1]} <= {"exit", "stopped"}, result.err
+    newest = newest_good(run.checkpoints)
+    assert newest is not None and newest.step == step_of(run) >= 14
+    assert strays(["helpers.self_faults", "runs/hit"]) == []
+
+
+def test_ranks_that_are_lost_while_others_connect(tmp_path: Path) -> None:
+    """Rank 0 is killed while rank 1 connects to it: rank 1 is replaced too, since torch has counted its groups. In the
+    next recovery rank 0 hangs there after SIGTERM: the ranks are replaced, and save."""
+    write_job(tmp_path, **JOB)
+    orders = [("kill", 1, 4, "backward"), ("kill", 0, 2, "connect"), ("kill", 1, 9, "backward")]
+    orders += [("launcher SIGTERM", 0, 4, "connect"), ("sleep", 0, 4, "connect")]
+    result = run_with(
+        tmp_path, *({"kind": kind, "rank": rank, "step": step, "phase": phase} for kind, rank, step, phase in orders)
+    )
+    run = run_of(tmp_path, "hit")
+    assert result.code == Exit.PREEMPTED, result.err
+    faults = [e for e in read_jsonl(run.events) if e["event"] == "fault"]
+    assert [(e["fault"], e["rank"]) for e in faults] == [("exit", 1), ("exit", 0), ("exit", 1), ("hang", None)]
+    assert [e["step"] >= step for e, step in zip(faults, (2, 2, 7, 7), strict=True)] == [True] * 4, "it has steps"
+    assert "all ranks: they do not connect, and the run is asked to stop" in result.err
+    newest = newest_good(run.checkpoints)
+    assert newest is not None and newest.step == step_of(run) >= 7
+    assert "stopped and saved; the same command continues from here" in result.err
 
 
 def _assert_same(folder: Path, name: str, other: str) -> None:

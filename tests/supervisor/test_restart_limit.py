@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from helpers.command import python, write_job
+from helpers.parity import make_job
 
 from weft.job.errors import Exit
+from weft.job.run_folder import RunDir
+from weft.planner import make_plan
+from weft.supervisor.attempt import Attempt
 from weft.supervisor.hang_cause import FaultReport
 from weft.supervisor.restart_limit import (
+    BURST_S,
     IDLE_AFTER_PROGRESS,
+    KILLED,
     MAX_BACKOFF_S,
     MAX_NODE_LOST_S,
     MAX_SAME_FAULT,
@@ -17,13 +25,17 @@ from weft.supervisor.restart_limit import (
     MAX_TIMEOUT_FACTOR,
     STEADY_STEPS,
     backoff_s,
+    burst_of,
     entry,
+    faults_before,
     give_up_code,
     grown_node_lost_s,
     idle_attempts,
     repeats,
     timeout_factor,
 )
+from weft.supervisor.status_board import StatusBoard
+from weft.supervisor.supervisor import MAX_UNCONNECTED, Supervisor
 
 
 def fault(rank: int, why: str, step: int = 0, kind: str = "raised") -> FaultReport:
@@ -69,6 +81,44 @@ def test_kills_at_different_steps_do_not_add_up() -> None:
         earlier += [entry(f, number) for f in now]
     again = [entry(now[0], number + i) for i in range(1, MAX_SAME_FAULT["exit"])]
     assert give_up_code(now, earlier + again, 100) == Exit.DIFFERS
+
+
+def test_kills_of_a_burst_are_one_fault() -> None:
+    earlier: list[list[Any]] = []
+    began, before = 0.0, Attempt(1, 2, {}, {}, "", 0.0)
+    for number in range(1, 7):
+        now = [fault(number % 2, KILLED, step=18, kind="exit")]
+        burst, began = burst_of(before, now[0], now=100.0 + number)
+        assert (burst, began) == (1, 101.0)
+        assert give_up_code(now, earlier, 1, burst) == 0
+        assert backoff_s(now, earlier, burst=burst) == 0.0
+        earlier += [entry(f, burst) for f in now]
+        before = Attempt(number + 1, 2, {}, {}, "", 0.0, burst=burst, burst_began=began)
+    assert faults_before(earlier) == 1
+    assert burst_of(before, fault(0, "SIGSEGV", kind="exit"), 107.0) == (0, 0.0), "not from outside"
+    burst, _ = burst_of(before, now[0], began + BURST_S + 1)
+    assert burst == before.number and repeats(now, earlier, burst) == (2, 2)
+    assert give_up_code(now, earlier, 1, burst) == Exit.DIFFERS, "one fault before, and one restart allowed"
+
+
+def test_run_that_is_asked_to_stop_ends_if_its_ranks_do_not_connect(tmp_path: Path) -> None:
+    run, board = RunDir(tmp_path / "run"), StatusBoard(tmp_path / "board", slots=2)
+    supervisor = Supervisor(run, tmp_path, board, *make_plan(make_job(parallel={"dp_shard": 2})))
+    supervisor.first()
+    board["stop"] = int(Exit.PREEMPTED)
+    for attempt in range(1, MAX_UNCONNECTED + 1):
+        assert (board["published"], board["end"]) == (attempt, 0)
+        supervisor.unconnected += 1
+        supervisor.replaced = {0, 1}
+        supervisor.broken(FaultReport("hang", None, "they do not connect, and the run is asked to stop", 0))
+        for slot in range(2):
+            board.put(slot, "deaths", attempt)
+        supervisor.regroup(board.records())
+    assert board["end"] == Exit.PREEMPTED + 1
+    assert json.loads((tmp_path / "end.json").read_text()) == [
+        "stopped without saving, since the ranks did not connect in 2 attempts; the same command resumes from the last "
+        "checkpoint"
+    ]
 
 
 def test_timeouts_grow_while_attempts_end_by_a_timeout_without_a_step() -> None:

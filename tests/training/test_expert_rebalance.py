@@ -7,17 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import expert_ranks, faulty_run
+from helpers.command import python, run_of, write_job
 from helpers.parity import make_job, section
+from helpers.self_faults import write_orders
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.checkpoint.format import list_checkpoints
+from weft.checkpoint.reader import load_full
 from weft.job.errors import JobError
 from weft.launch.rank_pool import RankPool
 from weft.planner import make_plan
 from weft.planner.advice.expert_placement import better_copies, better_order, cost_of, fullest, place, rows_of
 from weft.planner.rules.layout_syntax import ranks
 from weft.verify.prove import with_layout
-from weft.watch.journal import read_jsonl
+from weft.watch.journal import read_jsonl, read_metrics
 
 
 @settings(deadline=None, max_examples=50)
@@ -108,6 +112,31 @@ def test_a_run_continues_with_the_same_losses(pool: RankPool, tmp_path: Path) ->
     assert any(e["event"] == "rebalance" and e["copies"] for e in events)
     assert not any(e["event"] in ("fault", "recovered") for e in events)
     torch.testing.assert_close(output[0.01], output[0], rtol=1e-5, atol=1e-6)
+
+
+def test_faults_and_stops_move_no_expert(tmp_path: Path) -> None:
+    """A killed rank and a preemption between two checkpoints: the counts since the last one belong to the state."""
+    write_job(
+        tmp_path, model={"dim": 16, "layers": 2, "heads": 2, "ffn": 24, "experts": {"count": 8, "top_k": 2, "ffn": 24}},
+        data={"seq_len": 32}, train={"steps": 14, "global_batch": 4, "eval_every": 0}, optim={"lr": 3e-2},
+        checkpoint={"every": 6}, parallel={"dp_shard": 2, "ep": 2, "ep_rebalance": 0.001}, cluster={"device": "cpu"},
+    )  # fmt: skip
+    orders = [{"kind": "kill", "rank": 1, "step": 4}, {"kind": "launcher SIGTERM", "rank": 0, "step": 9}]
+    for name, codes, wanted in (("calm", [0], []), ("hit", [75, 0], orders)):
+        faults = write_orders(tmp_path / name, *wanted)
+        for code in codes:
+            result = python(tmp_path, "-m", "weft", "train", "job.yaml", f"name={name}", **faults)
+            assert result.code == code, result.err
+    calm, hit = run_of(tmp_path, "calm"), run_of(tmp_path, "hit")
+    moves = [
+        [{k: v for k, v in e.items() if k != "time"} for e in read_jsonl(run.events) if e["event"] == "rebalance"]
+        for run in (calm, hit)
+    ]
+    assert moves[0] == moves[1] and [e["step"] for e in moves[0]] == [6, 12]
+    assert [r["loss"] for r in read_metrics(calm.metrics)] == [r["loss"] for r in read_metrics(hit.metrics)]
+    last = [load_full(list_checkpoints(run.checkpoints)[-1]) for run in (calm, hit)]
+    assert last[0].keys() == last[1].keys()
+    assert all(torch.equal(last[0][name], last[1][name]) for name in last[0])
 
 
 def test_groups_are_copied_and_not_moved() -> None:

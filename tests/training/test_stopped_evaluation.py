@@ -8,7 +8,7 @@ from helpers.command import Output, python, run_of, step_of, write_job
 
 from weft.checkpoint.format import newest_good
 from weft.job.run_folder import RunDir
-from weft.watch.journal import read_jsonl
+from weft.watch.journal import read_jsonl, read_metrics
 
 MODEL = """
 import os, signal
@@ -72,4 +72,5 @@ def test_stopped_evaluation_is_repeated(tmp_path: Path) -> None:
     result, calls = train(tmp_path, "stopped")
     assert (result.code, calls) == (0, EVALUATION), result.err
     assert evaluations(run) == expected
-    assert [r.get("val_loss") for r in read_jsonl(run.metrics)] == [None] * 4
+    recorded = [{r["step"]: r.get("val_loss") for r in read_metrics(each.metrics)} for each in (whole, run)]
+    assert recorded[0] == recorded[1] == {1: None, 2: expected[2], 3: None, 4: expected[4]}

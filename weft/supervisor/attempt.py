@@ -13,6 +13,10 @@ from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.memory_folder import write_file
 
+NOT_CONNECTED = 79
+"""Exit code of a rank whose attempt ended while it connected. torch counts the process groups that it has begun, and
+names of keys in the store follow from the count, so this process could not meet a new one in another attempt."""
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -32,11 +36,16 @@ class Attempt:
     recovered: dict[str, Any] | None = None
     """The fault before this attempt: kind, how it was handled, and when it was detected. None for the first attempt."""
     faults: list[list[Any]] = field(default_factory=list)
-    """Kind, rank, step, cause and attempt of every fault so far, used to detect a repeated fault."""
+    """Kind, rank, step, cause and attempt of every fault so far, used to detect a repeated fault. All kills of a burst
+    have the attempt that the first of them ended."""
     environment: dict[str, str] = field(default_factory=dict)
     """Extra environment variables of the ranks, such as the rendezvous address."""
     idle: int = 0
     """Attempts in a row before this one that ended by a timeout without a new committed step."""
+    burst: int = 0
+    """The attempt that was ended by the first kill of the burst before this attempt; 0 after other faults."""
+    burst_began: float = 0.0
+    """When that was (time.monotonic)."""
     plan: dict[str, Any] = field(default_factory=dict)
     """The plan of this attempt, as JSON."""
     job: dict[str, Any] = field(default_factory=dict)

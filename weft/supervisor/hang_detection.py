@@ -14,6 +14,8 @@ from weft.supervisor.status_board import Record
 HANG_FACTOR = 8.0
 """A standstill this many times longer than any recent one is a hang."""
 STEPS = ("data", "compute", "update")
+KINDS = ("start", "spare", "unusable", "waiting", "connect", "checkpoint", "eval", "end", "gone")
+"""The other phases; the first of these that a rank is in is the kind of a standstill."""
 MIN_PHASE_TIMEOUT_S = 120.0
 """Shortest timeout of anything but a normal step: imports, compilation, evaluation, checkpoints."""
 FIRST_PHASE_TIMEOUT_S = 600.0
@@ -35,6 +37,8 @@ STOP_WAIT_S, STOP_FACTOR = 5.0, 2.0
 """A run that was asked to stop waits for data so many seconds, or so many times its longest recent standstill."""
 LOAD_DECAY = 0.6
 """Decay of the load factor per second."""
+SUPERVISOR_SILENT_S = 30.0
+"""How long the heartbeat of the supervisor may be missing. Its disk may be slow, and stacks of ranks take seconds."""
 
 
 class HangDetector:
@@ -135,9 +139,16 @@ class HangDetector:
         longest = max(self.gaps.get("step", ()), default=0.0)
         return self.clock() - self._moved > self.load * max(STOP_WAIT_S, STOP_FACTOR * longest)
 
-    def regroup_timeout(self, floor_s: float) -> float:
-        """How long ranks may take to return after the attempt is over; some are computing."""
-        return self.timeout_factor * self.load * max(floor_s, 3 * max(self.gaps.get("step", [0.0])))
+    def awaits_nothing(self, ranks: dict[int, Record]) -> bool:
+        """Whether none of these ranks works."""
+        return not self._busy(ranks, self.clock())
+
+    def regroup_timeout(self, floor_s: float, stopping: bool = False) -> float:
+        """How long ranks may take to return after the attempt is over; some are computing. A run that is asked to stop
+        does not wait longer after attempts without a step."""
+        return (
+            (1.0 if stopping else self.timeout_factor) * self.load * max(floor_s, 3 * max(self.gaps.get("step", [0.0])))
+        )
 
     def _busy(self, ranks: dict[int, Record], now: float) -> bool:
         """Whether any rank is running, runnable, or waits for a disk."""
@@ -154,9 +165,7 @@ class HangDetector:
         if phases <= set(STEPS):
             self._first = done if self._first < 0 else self._first
             return "step" if done >= self._first + WARMUP_STEPS else "first"
-        return next(
-            p for p in ("start", "spare", "waiting", "connect", "checkpoint", "eval", "end", "gone") if p in phases
-        )
+        return min(phases - set(STEPS), key=KINDS.index)
 
 
 def first_steps_timeout_s(plan: Plan) -> float:
@@ -164,6 +173,38 @@ def first_steps_timeout_s(plan: Plan) -> float:
     return max(
         FIRST_PHASE_TIMEOUT_S if plan.compile else MIN_PHASE_TIMEOUT_S, 20 * plan.predicted.get("step_time_s", 0.0)
     )
+
+
+class SupervisorWatch:
+    """Finds that the supervisor is stopped or hangs, so that it is replaced. `problem` is called repeatedly."""
+
+    def __init__(
+        self,
+        stopped_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        state_of: Callable[[int], str] = lambda pid: process_state(pid)[0],
+    ):
+        """`stopped_s`: how long it may be stopped by a signal."""
+        self.stopped_s, self.clock, self.state_of = stopped_s, clock, state_of
+        self._pid, self._beats, self._moved = 0, 0, 0.0
+        self._stopped: float | None = None
+
+    def problem(self, pid: int, beats: int = 0) -> str:
+        """Why the process has to be replaced, or empty. `beats`: its heartbeat so far; 0 before the first beat."""
+        now = self.clock()
+        if (pid, beats) != (self._pid, self._beats):
+            self._pid, self._beats, self._moved, self._stopped = pid, beats, now, None
+        if self.state_of(pid) != "T":
+            self._stopped = None
+        elif self._stopped is None:
+            self._stopped = now
+        if self._stopped is not None and now - self._stopped >= self.stopped_s:
+            return "was stopped by a signal"
+        return (
+            f"did not respond for {SUPERVISOR_SILENT_S:g} s"
+            if beats and now - self._moved > SUPERVISOR_SILENT_S
+            else ""
+        )
 
 
 def waits_for_disk(pid: int) -> bool:

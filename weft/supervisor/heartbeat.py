@@ -14,6 +14,10 @@ BEAT_INTERVAL_S = 0.2
 """Seconds between beats without a wake-up; each beat takes the GIL and some CPU of the rank."""
 
 
+UNUSABLE_POLL_S = 1.0
+"""Poll interval of a process that waits for the end of its attempt, without wake-ups."""
+
+
 class Fenced(Exception):
     """Raised in a rank whose attempt is over; it must not commit anything."""
 
@@ -111,6 +115,13 @@ class BoardHeartbeat:
         """Wait for a wake-up, at most so many seconds."""
         self.news.wait(seconds)
         self.news.clear()
+
+    def leave_unconnected(self) -> None:
+        """Report that this process has not connected in its attempt and can join no other, and wait until the attempt
+        is over."""
+        self.now("unusable", 0)
+        while self.board["attempt"] == self.attempt:
+            self.wait_for_news(UNUSABLE_POLL_S)
 
     def _beat(self) -> None:
         board, slot, before = self.board, self.slot, (0, [0])

@@ -24,6 +24,7 @@ from weft.planner.plan import Plan
 from weft.supervisor.attempt import write_start
 from weft.supervisor.failure_report import remove_failures, write_failure
 from weft.supervisor.fork_server import ForkedProcess, ForkServer, as_subreaper
+from weft.supervisor.hang_detection import SupervisorWatch
 from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER, rank_module
 from weft.supervisor.memory_folder import memory_folder
 from weft.supervisor.run_lock import RunLock
@@ -63,7 +64,8 @@ def run_supervised(
             write_start(folder, job, plan)
             _write_pointer(run, folder, node)
             with as_subreaper() as can_fork:
-                code = ProcessManager(run, slots, folder, board, lock, supervisor, can_fork).keep(log)
+                manager = ProcessManager(run, job, slots, folder, board, lock, supervisor, can_fork)
+                code = manager.keep(log)
             for line in _read_final_lines(folder) if code != KILLED_BY_USER else ():
                 log(line)
             return code
@@ -96,6 +98,7 @@ class ProcessManager:
     def __init__(
         self,
         run: RunDir,
+        job: Job,
         world: int,
         folder: Path,
         board: StatusBoard,
@@ -110,6 +113,9 @@ class ProcessManager:
         self.fork_server: ForkServer | None = None
         self.supervisor: subprocess.Popen[bytes] | None = None
         self.supervised_since, self.short_lives = 0.0, 0
+        self.supervisor_fault = ""
+        """Why this process killed the supervisor."""
+        self.supervisor_watch = SupervisorWatch(job.resilience.patience_s)
         self.stopped_at: float | None = None
         """When the first stop signal was handled (time.monotonic)."""
 
@@ -161,9 +167,14 @@ class ProcessManager:
                 with Journal(self.run) as journal:
                     journal.event(
                         "fault", fault="supervisor", rank=None, position="", attempt=number, detected_after_s=None,
-                        step=step, why="the supervisor was killed and is replaced",
+                        step=step, why=f"the supervisor {self.supervisor_fault or 'was killed'} and is replaced",
                     )  # fmt: skip
             self._start_supervisor()
+        elif self.supervisor is not None and (
+            problem := self.supervisor_watch.problem(self.supervisor.pid, self.board["supervisor_beats"])
+        ):
+            self.supervisor_fault = problem
+            self.supervisor.kill()
         for slot, pid in self.fork_server.new_processes() if self.fork_server is not None else ():
             self.board.put(slot, "pid", pid)
         for slot in range(self.board.slots):
@@ -228,6 +239,7 @@ class ProcessManager:
 
     def _start_supervisor(self) -> None:
         self.supervised_since = time.monotonic()
+        self.supervisor_fault, self.board["supervisor_beats"] = "", 0
         self.supervisor = self._start([self.command[0], str(self.run.path), str(self.folder), *self.command[1:]], {})
         self.board["supervisor"] = self.supervisor.pid
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from weft.job.run_folder import RunDir
+from weft.supervisor.attempt import NOT_CONNECTED
 from weft.supervisor.failure_report import read_failure
 from weft.supervisor.hang_cause import STACK_SIGNAL, FaultReport, blame, main_stack, where
 from weft.supervisor.hang_detection import HangDetector
-from weft.supervisor.status_board import Record
+from weft.supervisor.status_board import TRAINING, Record
 
 UNATTRIBUTED_HANG_S = 120.0
 """Timeout of a hang that cannot be attributed to a rank."""
@@ -36,6 +37,8 @@ def read_positions(folder: Path, ranks: Iterable[int]) -> dict[int, dict[str, An
 def exit_fault(run: RunDir, folder: Path, rank: int, record: Record) -> FaultReport:
     """The fault of a rank that has exited."""
     cause = read_failure(run.logs / f"failure-{rank}.json")
+    if record.code == NOT_CONNECTED:
+        return FaultReport("exit", rank, "did not connect to the other ranks", record.step)
     if cause is not None:
         kind = "oom" if cause["message"].startswith("memory ran out") else "raised"
         why = f"{cause['kind']}: {cause['message']} ({cause['where']})"
@@ -78,6 +81,17 @@ def data_fault(folder: Path, ranks: Mapping[int, Record]) -> FaultReport | None:
     position = read_positions(folder, waiting).get(waiting[0], {}).get("position", "")
     why = "it waits for data, and the run is asked to stop"
     return FaultReport("hang", waiting[0], why, ranks[waiting[0]].step, position)
+
+
+def connect_fault(ranks: Mapping[int, Record], hangs: HangDetector) -> FaultReport | None:
+    """The fault of ranks that do not get to train while the run is asked to stop: they are killed. None if all train,
+    or any that does not is working."""
+    waiting = {rank: record for rank, record in ranks.items() if record.phase not in TRAINING}
+    if not waiting or not hangs.awaits_nothing(waiting):
+        return None
+    for record in waiting.values():
+        kill(record.pid)
+    return FaultReport("hang", None, "they do not connect, and the run is asked to stop", 0)
 
 
 def _culprits(

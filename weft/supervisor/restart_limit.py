@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,10 @@ MAX_SAME_STEP = 6
 """Attempts in a row that may end at the same step, whatever the cause."""
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 """Wait before the third attempt at the same step, doubled with each further one."""
+BURST_S = 15.0
+"""Ranks that are killed so long after the first of them, many times longer on a slow machine, are one fault."""
+KILLED = f"was killed by {signal.SIGKILL.name}"
+"""The reason of a fault whose process did not end by itself."""
 TIMEOUT_GROWTH, MAX_TIMEOUT_FACTOR = 4.0, 64.0
 """Timeouts are this many times longer after each attempt that ended by a timeout without a new step, up to a limit."""
 MAX_NODE_LOST_S = 60.0
@@ -61,12 +66,28 @@ def entry(fault: FaultReport, attempt: int) -> list[Any]:
     return [fault.kind, fault.rank, fault.step, cause_of(fault), attempt]
 
 
-def repeats(faults: Sequence[FaultReport], earlier: Sequence[list[Any]]) -> tuple[int, int]:
-    """How many attempts in a row, with the current one, ended at the same step, and with the same cause there."""
+def burst_of(attempt: Attempt, fault: FaultReport | None, now: float, load: float = 1.0) -> tuple[int, float]:
+    """The burst of kills that the fault which ended an attempt at `now` belongs to: the attempt that the first kill
+    ended, and when. (0, 0.0) for other faults. `load`: how many times slower than usual the machine is."""
+    if fault is None or fault.kind != "exit" or fault.why != KILLED:
+        return 0, 0.0
+    continued = attempt.burst and now - attempt.burst_began < BURST_S * load
+    return (attempt.burst, attempt.burst_began) if continued else (attempt.number, now)
+
+
+def faults_before(earlier: Sequence[list[Any]], burst: int = 0) -> int:
+    """How many faults there were before; all those of a burst count once, and those of this burst not at all."""
+    return len({before[4] for before in earlier} - {burst})
+
+
+def repeats(faults: Sequence[FaultReport], earlier: Sequence[list[Any]], burst: int = 0) -> tuple[int, int]:
+    """How many attempts in a row, with the current one, ended at the same step, and with the same cause there. All
+    attempts of a burst of kills count once."""
     steps, causes = {f.step for f in faults}, {cause_of(f) for f in faults}
     by_attempt: dict[int, list[list[Any]]] = {}
     for before in earlier:
         by_attempt.setdefault(before[4], []).append(before)
+    steps |= {f[2] for f in by_attempt.pop(burst, ())}
     same_step = same_cause = 1
     for _, found in sorted(by_attempt.items(), reverse=True):
         if not steps & {f[2] for f in found}:
@@ -77,23 +98,25 @@ def repeats(faults: Sequence[FaultReport], earlier: Sequence[list[Any]]) -> tupl
     return same_step, same_cause
 
 
-def give_up_code(faults: Sequence[FaultReport], earlier: Sequence[list[Any]], restarts: int) -> int:
-    """The exit code if the run must give up (too many faults, or the same one repeatedly), else 0."""
+def give_up_code(faults: Sequence[FaultReport], earlier: Sequence[list[Any]], restarts: int, burst: int = 0) -> int:
+    """The exit code if the run must give up (too many faults, or the same one repeatedly), else 0. `burst`: the burst
+    of kills that the faults belong to."""
     kind = faults[0].kind
-    same_step, same_cause = repeats(faults, earlier)
-    if same_cause < MAX_SAME_FAULT.get(kind, 3) and same_step < MAX_SAME_STEP and len(earlier) < restarts:
+    same_step, same_cause = repeats(faults, earlier, burst)
+    few = faults_before(earlier, burst) < restarts
+    if same_cause < MAX_SAME_FAULT.get(kind, 3) and same_step < MAX_SAME_STEP and few:
         return 0
     return int(Exit.HANG) if kind in ("hang", "gil", "stopped") else int(Exit.DIFFERS)
 
 
-def backoff_s(faults: Sequence[FaultReport], earlier: Sequence[list[Any]], idle: int = 0) -> float:
+def backoff_s(faults: Sequence[FaultReport], earlier: Sequence[list[Any]], idle: int = 0, burst: int = 0) -> float:
     """Seconds to wait before the next attempt, after so many idle ones."""
-    repeated = max(repeats(faults, earlier)[0], idle)
+    repeated = max(repeats(faults, earlier, burst)[0], idle)
     return 0.0 if repeated < 2 else min(MAX_BACKOFF_S, BACKOFF_S * 2.0 ** (repeated - 2))
 
 
 def final_lines(
-    run: RunDir, board: StatusBoard, attempt: Attempt, fault: FaultReport, code: int
+    run: RunDir, board: StatusBoard, attempt: Attempt, fault: FaultReport, code: int, burst: int = 0
 ) -> tuple[int, list[str]]:
     """The exit code and last lines of a run that gives up; the failed rank's own code where it left one."""
     lines: list[str] = []
@@ -107,4 +130,5 @@ def final_lines(
     else:
         log = run.logs / f"rank-{fault.rank or 0}.log"
         lines = [f"{fault.subject}: {fault.why}", f"log: {log}; start the same command again to resume"]
-    return code, [f"gave up after {len(attempt.faults) + 1} faults, the last at step {fault.step + 1}", *lines]
+    count = faults_before(attempt.faults, burst) + 1
+    return code, [f"gave up after {count} fault{'s' * (count > 1)}, the last at step {fault.step + 1}", *lines]

@@ -17,7 +17,22 @@ from pathlib import Path
 from weft.supervisor.memory_folder import allocate
 from weft.supervisor.wakeup import Wakeup
 
-PHASES = ("gone", "start", "spare", "waiting", "connect", "data", "compute", "update", "eval", "checkpoint", "end")
+PHASES = (
+    "gone",
+    "start",
+    "spare",
+    "waiting",
+    "unusable",
+    "connect",
+    "data",
+    "compute",
+    "update",
+    "eval",
+    "checkpoint",
+    "end",
+)
+LEFT_ATTEMPT = ("waiting", "unusable")
+"""Phases of a rank that has left its attempt: it can join the next one, or exits as soon as its attempt is over."""
 TRAINING = PHASES[PHASES.index("data") :]
 """Phases of a rank that has a session."""
 
@@ -35,6 +50,7 @@ _HEAD = (
     "target",
     "oom",
     "stop",
+    "supervisor_beats",
     "asked",  # the attempt whose ranks are asked to save and stop, so that nodes can join
 )
 HEAD = {name: i for i, name in enumerate(_HEAD)}
@@ -50,7 +66,7 @@ COUNTS = 16
 """Index in a record of the first collective counter, one a group of ranks."""
 GROUPS = 12
 SLOT_WORDS = COUNTS + GROUPS
-MAGIC = 0x77656674_0003
+MAGIC = 0x77656674_0004
 WAITED_FOR = {"end": "manager", "attempt": "slots", "published": "slots"}
 """Header words that wake a process when written; `slots` wakes all ranks and spares."""
 WAITED_FOR_IN_SLOT = {"want": "manager", "deaths": "supervisor"}

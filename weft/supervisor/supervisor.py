@@ -10,35 +10,47 @@ import json
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
-from weft.supervisor.attempt import Attempt, read_attempt, started_job, started_plan, write_attempt
+from weft.supervisor.attempt import NOT_CONNECTED, Attempt, read_attempt, started_job, started_plan, write_attempt
 from weft.supervisor.failure_report import explain_failure, read_failure, remove_failures
 from weft.supervisor.hang_cause import FaultReport
 from weft.supervisor.hang_detection import HangDetector, first_steps_timeout_s
 from weft.supervisor.local_ranks import CLEAN_EXITS, GRACE_S, die_with_parent
 from weft.supervisor.memory_folder import write_file
 from weft.supervisor.process_name import set_process_name
-from weft.supervisor.rank_inspection import POLL_S, awaited_ranks, data_fault, exit_fault, hang_fault, kill
+from weft.supervisor.rank_inspection import (
+    POLL_S,
+    awaited_ranks,
+    connect_fault,
+    data_fault,
+    exit_fault,
+    hang_fault,
+    kill,
+)
 from weft.supervisor.restart_limit import (
     STEADY_STEPS,
     TIMEOUT_FAULTS,
     backoff_s,
+    burst_of,
     entry,
     final_lines,
     give_up_code,
     idle_attempts,
     timeout_factor,
 )
-from weft.supervisor.status_board import TRAINING, Record, StatusBoard
+from weft.supervisor.status_board import LEFT_ATTEMPT, TRAINING, Record, StatusBoard
 from weft.supervisor.stop_signals import STOP_SIGNALS
-from weft.watch.journal import Journal
+from weft.watch.journal import Journal, record_early_stop
 
 REGROUP_TIMEOUT_S = 3.0
 """How long ranks may take to return from an attempt that is over, before they are replaced."""
+MAX_UNCONNECTED = 2
+"""Attempts in which the ranks of a run that was asked to stop may fail to connect, until it ends without saving."""
 LOST_S = 5.0
 """How long a rank may wait after losing its connections before the attempt is ended."""
 SPARE_DELAY_S = 2.0
@@ -63,6 +75,10 @@ class Supervisor:
         self.attempt = Attempt(0, plan.world, {}, {}, "", time.time())
         self.open: list[FaultReport] = []
         """Faults of the attempt that is over, until the next one is published."""
+        self.burst = (0, 0.0)
+        """The burst of kills that they belong to: the attempt that its first kill ended, and when."""
+        self.unconnected = 0
+        """Attempts that ended because ranks did not connect, after the run was asked to stop."""
         self.since = time.monotonic()
         self.announced = True
         self.committed = self.committed_before = 0
@@ -81,6 +97,7 @@ class Supervisor:
             self.first()
         wakeup = self.board.wakeup("supervisor")
         while True:
+            self.beat()
             records = self.board.records()
             self.committed = max([self.committed, *(r.committed for r in records)])
             self.reached = max(self.reached, self.committed)
@@ -101,6 +118,10 @@ class Supervisor:
             self.hangs.poll_s = POLL_S if self.open else ALERT_POLL_S if wary else self.idle_poll_s
             wakeup.wait(self.hangs.poll_s)
 
+    def beat(self) -> None:
+        """Show the process manager that this process runs."""
+        self.board["supervisor_beats"] += 1
+
     def first(self) -> None:
         """Start the first attempt."""
         self.begin({rank: rank for rank in range(self.plan.world)})
@@ -118,7 +139,7 @@ class Supervisor:
             if record.deaths > self.attempt.deaths[record.slot]:
                 self.replaced.add(rank)
                 return exit_fault(self.run, self.folder, rank, record)
-        lost = any(r.phase == "waiting" and r.attempt == self.attempt.number for r in ranks.values())
+        lost = any(r.phase in LEFT_ATTEMPT and r.attempt == self.attempt.number for r in ranks.values())
         self.lost_since = (self.lost_since or time.monotonic()) if lost else None
         timeout = self.hangs.timeout_factor * LOST_S
         if self.lost_since is not None and time.monotonic() - self.lost_since > timeout:
@@ -127,9 +148,14 @@ class Supervisor:
                 "hang", None, "ranks lost their connections, though no rank has exited", step, "", timeout
             )
         seconds = self.hangs.check(ranks, lambda: awaited_ranks(self.folder, ranks))
-        if self.board["stop"] and self.hangs.delays_a_stop and (found := data_fault(self.folder, ranks)):
-            self.replaced |= {rank for rank, record in ranks.items() if record.phase == "data"}
-            return found
+        if self.board["stop"] and self.hangs.delays_a_stop:
+            if found := data_fault(self.folder, ranks):
+                self.replaced |= {rank for rank, record in ranks.items() if record.phase == "data"}
+                return found
+            if found := connect_fault(ranks, self.hangs):
+                self.unconnected += 1
+                self.replaced |= {rank for rank, record in ranks.items() if record.phase not in TRAINING}
+                return found
         return self.hang_fault(ranks, seconds) if seconds is not None else None
 
     def hang_fault(self, ranks: dict[int, Record], seconds: float) -> FaultReport | None:
@@ -143,9 +169,14 @@ class Supervisor:
     def broken(self, fault: FaultReport) -> None:
         """End the current attempt: from now on its ranks must not commit."""
         self.board["attempt"] = self.attempt.number + 1
-        self.open.append(fault)
         self.since = time.monotonic()
-        self.log_fault(fault)
+        self.burst = burst_of(self.attempt, fault, self.since, self.hangs.load)
+        self.add(fault)
+
+    def add(self, fault: FaultReport) -> None:
+        """Keep a fault of the attempt that is over. Ranks that connect do not know the run's step."""
+        self.open.append(replace(fault, step=fault.step or self.committed))
+        self.log_fault(self.open[-1])
 
     def log_fault(self, fault: FaultReport) -> None:
         after = None if fault.detected_after_s is None else round(fault.detected_after_s, 3)
@@ -161,16 +192,18 @@ class Supervisor:
     def regroup(self, records: list[Record]) -> None:
         """Wait until the remaining ranks are back, fill empty ranks with spares, and start the next attempt."""
         slots, back = self.attempt.ranks, dict[int, int]()
-        impatient = time.monotonic() - self.since > self.hangs.regroup_timeout(REGROUP_TIMEOUT_S)
+        impatient = time.monotonic() - self.since > self.hangs.regroup_timeout(
+            REGROUP_TIMEOUT_S, stopping=self.board["stop"] > 0
+        )
         coming_back = False
         for rank, slot in slots.items():
             record = records[slot]
             if record.deaths > self.attempt.deaths[slot]:
                 if rank not in self.replaced:
                     self.replaced.add(rank)
-                    self.open.append(exit_fault(self.run, self.folder, rank, record))
-                    self.log_fault(self.open[-1])
-            elif record.phase == "waiting" and record.attempt == self.attempt.number:
+                    if record.code != NOT_CONNECTED:
+                        self.add(exit_fault(self.run, self.folder, rank, record))
+            elif _can_join(record, self.attempt.number):
                 back[rank] = slot
             else:
                 coming_back = True
@@ -191,10 +224,17 @@ class Supervisor:
                 slot = next(s for s in free if not records[s].want and s not in back.values())
                 self.board.put(slot, "want", 1)
                 back[rank] = slot
-        if code := give_up_code(self.open, self.attempt.faults, self.settings.restarts):
-            self.end(*final_lines(self.run, self.board, self.attempt, self.open[0], code))
+        if self.unconnected == MAX_UNCONNECTED:
+            code, last = self.board["stop"], f"the ranks did not connect in {MAX_UNCONNECTED} attempts"
+            record_early_stop(self.run, code)
+            self.end(code, [f"stopped without saving, since {last}; the same command resumes from the last checkpoint"])
             return
-        if time.monotonic() - self.since < backoff_s(self.open, self.attempt.faults, self.idle_attempts()):
+        earlier, burst = self.attempt.faults, self.burst[0]
+        if code := give_up_code(self.open, earlier, self.settings.restarts, burst):
+            self.end(*final_lines(self.run, self.board, self.attempt, self.open[0], code, burst))
+            return
+        backoff = 0.0 if self.board["stop"] else backoff_s(self.open, earlier, self.idle_attempts(), burst)
+        if time.monotonic() - self.since < backoff:
             return
         self.next(back)
 
@@ -247,9 +287,10 @@ class Supervisor:
         """Publish the next attempt."""
         number = number or self.attempt.number + 1
         self.committed_before, self.reached_before = self.committed, self.reached
+        burst, burst_began = self.burst
         faults = [
             *self.attempt.faults,
-            *(entry(f, self.attempt.number) for f in self.open if f.kind not in NOT_RANK_FAULTS),
+            *(entry(f, burst or self.attempt.number) for f in self.open if f.kind not in NOT_RANK_FAULTS),
         ]
         recovered = None
         if self.open:
@@ -268,23 +309,25 @@ class Supervisor:
         store = str(self.folder / f"store-{number}")
         self.attempt = Attempt(
             number, self.plan.world, ranks, deaths, store, self.attempt.began, recovered, faults, environment or {},
-            idle, self.plan.to_json(), self.job.model_dump(mode="json"),
+            idle, burst, burst_began, self.plan.to_json(), self.job.model_dump(mode="json"),
         )  # fmt: skip
         write_attempt(self.folder, self.attempt)
         self.board["attempt"] = number
         self.board["published"] = number
         self.open, self.replaced, self.announced, self.since = [], set(), recovered is None, time.monotonic()
+        self.burst = (0, 0.0)
         self.hangs.new_attempt()
 
     def adopt(self, number: int) -> None:
-        """Take over from a killed supervisor, of which the manager has written the fault; ranks are not affected."""
+        """Take over from a supervisor that was lost, of which the manager has written the fault; ranks are not
+        affected."""
         self.attempt = read_attempt(self.folder, number)
         self.hangs.timeout_factor = timeout_factor(self.attempt.idle)
         self.journal.event(
             "recovered", fault="supervisor", how="regroup", step=max(r.step for r in self.board.records()) + 1,
             steps_lost=0, attempt=number, seconds=0.0,
         )  # fmt: skip
-        log("the supervisor was killed and replaced; no step is lost")
+        log("the supervisor was replaced; no step is lost")
 
     def settle(self, records: list[Record]) -> None:
         """In normal operation: report that training has resumed, and request missing spares."""
@@ -329,9 +372,10 @@ class Supervisor:
             self.board["attempt"] = self.attempt.number + 1  # interrupts ranks that wait for an exited one
         while time.monotonic() < deadline:
             time.sleep(POLL_S)
+            self.beat()
             now = {rank: self.board.record(slot) for rank, slot in self.attempt.ranks.items()}
             gone = {rank: r.code for rank, r in now.items() if r.deaths > self.attempt.deaths[r.slot]}
-            if all(rank in gone or r.phase == "waiting" for rank, r in now.items()):
+            if all(rank in gone or r.phase in LEFT_ATTEMPT for rank, r in now.items()):
                 break
         if quiet:  # ranks exit together after the last checkpoint; a kill after that changes nothing
             if not self.announced and all(r.attempt == self.attempt.number for r in ranks.values()):
@@ -345,6 +389,13 @@ class Supervisor:
         write_file(self.folder / "end.json", json.dumps(lines))
         self.board["end"] = code + 1
         return code
+
+
+def _can_join(record: Record, attempt: int) -> bool:
+    """Whether the process of a slot in an attempt that is over can join the next one: it has left the attempt, or has
+    not joined any."""
+    left = record.phase == "waiting" and record.attempt == attempt
+    return left or (record.phase == "spare" and record.attempt == 0 and record.pid > 0)
 
 
 def _event_kind(kind: str) -> str:

@@ -32,8 +32,7 @@ def rebalance(state: State, plan: Plan) -> dict[str, float] | None:
     # what the ranks of one ep group compute in one pass
     passes = load.steps * plan.accumulation * plan.world // (plan.pp * plan.ep)
     table = (load.since[:, :-3] / passes).tolist()
-    load.since.zero_()
-    load.steps = 0
+    load.forget()
     before, after, moves = [], [], dict[int, ExpertPlacement]()
     for index, counts in zip(load.blocks, table, strict=True):
         there = load.copies.get(index, ())

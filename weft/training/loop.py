@@ -62,7 +62,7 @@ def fit(session: Session, signals: Signals) -> Exit:
         metrics.agree_to_stop()
         missing = bool(held_out) and _due(state.step, job.train.eval_every, steps) and not has_evaluation(session)
         if missing and not metrics.stop:
-            evaluate()
+            session.add_to_record(evaluate())
             metrics.agree_to_stop()
         metrics.start_clock()
         with (
@@ -87,6 +87,8 @@ def fit(session: Session, signals: Signals) -> Exit:
                     metrics.start_clock()
                 if _due(state.step, job.checkpoint.every, steps):
                     metrics.settle()
+                    if _due(state.step, job.checkpoint.every, 0):
+                        session.rebalance()
                     session.save(required=state.step == steps)
                 session.take_snapshot()
                 if observers.between_steps():

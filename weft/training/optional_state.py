@@ -1,4 +1,4 @@
-"""Loads state that a checkpoint may lack: compression residuals and fp8's amax history.
+"""Loads state that a checkpoint may lack: compression residuals, fp8's amax history and the load of experts.
 
 Every rank that sums gradients holds a residual of each weight (`residual.HOLDER.WEIGHT`). Where the holders are those
 that saved it, each gets its own residual back; else all residuals are added up, and each holder gets an equal part.
@@ -62,6 +62,16 @@ def load_amax_history(checkpoints: Checkpointer, found: SavedCheckpoint, state: 
     if any(found_by_rank) and False not in found_by_rank:
         checkpoints.load(found, mine)
     state.model.restore_maxima()
+
+
+def load_expert_counts(checkpoints: Checkpointer, found: SavedCheckpoint, state: State) -> None:
+    """Load the load of experts since they were last moved, where a checkpoint has it for the same blocks; else count
+    from here on. Collective."""
+    mine, index = state.expert_counts(), Index(found.path)
+    if mine and all(n in index.tensors and index.tensors[n].size == t.shape for n, t in mine.items()):
+        checkpoints.load(found, mine)
+    elif state.model.load is not None:
+        state.model.load.forget()
 
 
 def _weight(name: str) -> str:

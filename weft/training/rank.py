@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import logging
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from weft.guards.out_of_memory import explain as explain_oom
 from weft.guards.out_of_memory import is_oom, shrink
 from weft.guards.rollback import RollBack
-from weft.hardware.probe import probe
+from weft.hardware.cpu_process import keep_freed_memory, threads_for
 from weft.job.errors import Exit, HangError, WeftError
 from weft.job.load import load_job
 from weft.job.run_folder import RunDir
@@ -118,20 +117,6 @@ def train_with_rollback(session: Session, signals: Signals, work: Work) -> Exit:
             step = session.state.step
             session.event("recovered", fault=request.fault, how="rollback", step=step + 1, steps_lost=reached - step,
                           seconds=time.perf_counter() - began)  # fmt: skip
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep freed memory for the next step, which avoids page faults."""
-    trim, pad, map_from = -1, -2, -3  # options of mallopt(3)
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        libc = ctypes.CDLL("libc.so.6")
-        for option, size in ((trim, 1 << 30), (pad, 1 << 26), (map_from, 1 << 25)):
-            libc.mallopt(option, size)
-
-
-def threads_for(ranks: int) -> int:
-    """Threads of each CPU rank: the cores divided evenly."""
-    return max(1, probe().cores_physical // max(1, ranks))
 
 
 def exit_code(error: BaseException) -> int:

@@ -47,6 +47,8 @@ from weft.training.step import Stepper
 from weft.training.step_observers import StepObservers
 from weft.watch import logs
 from weft.watch.journal import Journal
+from weft.watch.journal import Journal, read_metrics
+from weft.watch.traces.tracer import StepTracer, TraceRequest
 from weft.wire.tunnel import open_tunnel
 
 
@@ -145,11 +147,14 @@ class Session:
         """Start writing a checkpoint. A required one waits for those that are still being written."""
         self.now("checkpoint")
         self.state.agree()
+        state, meta = self.state, self.state.meta(self.job, self.plan) | {"data": fingerprint_of(self.dataset)}
+        self.checkpoints.save(state.step, state.saved(), meta, required=required)
+
+    def rebalance(self) -> None:
+        """Move experts between ranks, if that pays. Only at steps that do not depend on faults and stops."""
         if self.plan.ep_rebalance and (moved := rebalance(self.state, self.plan)):
             self.event("rebalance", step=self.state.step, **moved)
             self.guards.weights.begin(self.state.model.master_params)  # they have changed, and not by corruption
-        state, meta = self.state, self.state.meta(self.job, self.plan) | {"data": fingerprint_of(self.dataset)}
-        self.checkpoints.save(state.step, state.saved(), meta, required=required)
 
     def take_snapshot(self) -> None:
         """Snapshot the last step into memory that outlives this process, as often as the cost allows."""
@@ -180,6 +185,14 @@ class Session:
             self.journal.metrics(record)
         self.snapshots.seal(record["step"], {"tokens": self.state.tokens})
         self.heartbeat.committed(record["step"])
+
+    def add_to_record(self, fields: dict[str, float]) -> None:
+        """Write the last step's record once more with fields that an interrupted evaluation has left out; readers take
+        the last record of a step."""
+        records = read_metrics(self.run.metrics) if self.journal is not None and fields else []
+        if self.journal is not None and records and records[-1]["step"] == self.state.step:
+            self.heartbeat.fence()
+            self.journal.metrics({**records[-1], **fields})
 
     def save_if_due(self) -> None:
         """Write the checkpoint that was due in an attempt that failed before it was durable."""

@@ -16,6 +16,7 @@ from weft.optim.applied_update import AppliedUpdate
 from weft.optim.build_optimizers import Optimizers
 from weft.optim.ema import Ema
 from weft.parallel.data.local_sgd import EveryStep
+from weft.parallel.expert.expert_load import LOAD_PREFIX
 from weft.parallel.fp8 import FP8_PREFIX
 from weft.parallel.pipeline.executor import Pipelined
 from weft.parallel.spread_model import SpreadModel
@@ -58,7 +59,8 @@ class State:
         out |= self._tables() | {f"buffer.{n}": b for n, b in self.model.buffers().items()}
         out |= {f"optim.{n}": t for n, t in self.optimizers.state().items()}
         out |= {f"ema.{n}": t for n, t in self.ema.averages.items()} | self.model.maxima()
-        return out | self.model.residuals() | self._dice() | self.rounds.tensors() | self._random()
+        out |= self.model.residuals() | self._dice() | self.rounds.tensors() | self.expert_counts()
+        return out | self._random()
 
     @torch.no_grad()
     def shards(self) -> dict[str, Tensor]:
@@ -69,7 +71,7 @@ class State:
         out |= {f"optim.{n}": local_of(t) for n, t in self.optimizers.shards().items()}
         out |= {f"ema.{n}": local_of(t) for n, t in self.ema.averages.items()} | self.model.maxima()
         out |= {n: local_of(t) for n, t in (self.model.residuals() | self._dice() | self.rounds.tensors()).items()}
-        return out | self._random()
+        return out | self.expert_counts() | self._random()
 
     def last_update(self) -> AppliedUpdate | None:
         """The last update, if the shards after it follow from those before it: no other tensor is as large, and the
@@ -102,6 +104,10 @@ class State:
         return {f"model.{n}": t for n, t in tables.weights().items()} | {
             f"optim.{n}": t for n, t in tables.state().items()
         }
+
+    def expert_counts(self) -> dict[str, Tensor]:
+        """The load of experts since they were last moved, in place; equal on all ranks."""
+        return {} if self.model.load is None else self.model.load.tensors()
 
     def _dice(self) -> dict[str, Tensor]:
         draws = [c.rounding.draws for c in self.model.compressors]
@@ -154,9 +160,16 @@ class State:
 
     def loadable_tensors(self, saved_world: int) -> dict[str, Tensor]:
         """Tensors that every checkpoint has, to load it into. The random state only where `saved_world` is this world;
-        compression residuals and fp8's amax history are loaded separately (training/optional_state.py)."""
+        compression residuals, fp8's amax history and the load of experts are loaded separately
+        (training/optional_state.py)."""
         self.optimizers.allocate()
-        apart = (*COMPRESSION, FP8_PREFIX, "outer.", *(() if saved_world == self.mesh.world else ("random",)))
+        apart = (
+            *COMPRESSION,
+            FP8_PREFIX,
+            LOAD_PREFIX,
+            "outer.",
+            *(() if saved_world == self.mesh.world else ("random",)),
+        )
         return {n: t for n, t in self.tensors().items() if not n.startswith(apart)}
 
     def replica_tensors(self, meta: dict[str, Any]) -> dict[str, Tensor]:
@@ -193,6 +206,7 @@ def meta_problem(meta: dict[str, Any]) -> str | None:
     """Why a run cannot resume from a checkpoint with this metadata; None when it can."""
     try:
         counts = [meta["step"], meta["tokens"], meta["samples"], *meta.get("skipped_steps", ())]
+        counts += [meta.get("experts", {}).get("steps", 0)]
         if not all(type(n) is int and 0 <= n < MAX_COUNT for n in counts):
             raise ValueError("invalid counters")
         if not 0 < float(meta["scale"]["value"]) < MAX_COUNT or not 0 <= int(meta["scale"]["quiet"]) < MAX_COUNT:

@@ -21,7 +21,7 @@ from weft.job.errors import Exit, WeftError
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
-from weft.supervisor.attempt import Attempt, read_attempt, started_job, started_plan
+from weft.supervisor.attempt import NOT_CONNECTED, Attempt, read_attempt, started_job, started_plan
 from weft.supervisor.failure_report import write_failure
 from weft.supervisor.fork_server import NoFirstFork, serve
 from weft.supervisor.hang_cause import STACK_SIGNAL
@@ -112,7 +112,8 @@ class SupervisedRank:
             self.heartbeat.wait_for_news(SPARE_POLL_S)
 
     def _join_attempt(self, attempt: Attempt, job: Job, plan: Plan) -> int | None:
-        """Train as a rank of an attempt. Returns the exit code, or None if another rank was lost."""
+        """Train as a rank of an attempt. Returns the exit code, or None if another rank was lost and this process can
+        join the next attempt."""
         from weft.mesh import connect
         from weft.supervisor.collective_counters import CollectiveCounters
         from weft.supervisor.mesh_sockets import MeshSockets
@@ -162,6 +163,9 @@ class SupervisedRank:
                 record_failure(self.run, rank, position, error, plan)
                 return exit_code(error)
             self._log(rank, f"attempt {attempt.number} is over: {type(error).__name__}: {error}")
+            if not position:  # it was interrupted while it connected
+                self.heartbeat.leave_unconnected()
+                return NOT_CONNECTED
         finally:
             self.heartbeat.watch = lambda: (0, 0, [])
             sockets.shut_down()

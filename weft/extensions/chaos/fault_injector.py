@@ -7,12 +7,17 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
+from weft.chaos.accounting import InjectedFault, outcome
+from weft.chaos.disk import Disk, damage
+from weft.chaos.faults import KINDS, Fault, burst_kills, hold_path, order_of, reports_fault
+from weft.chaos.observed_run import ObservedRun
+from weft.chaos.virtual_hosts import VirtualHosts
 from weft.checkpoint.format import list_checkpoints
 from weft.extensions.chaos.accounting import InjectedFault, outcome
 from weft.extensions.chaos.disk import Disk, damage
@@ -45,6 +50,9 @@ PHASE_TIMEOUT_S = 5.0
 
 REJOIN_TIMEOUT_S = 40.0
 """How long to wait for a node to rejoin."""
+
+REPLACED_S = 5.0
+"""How long a burst waits for the process that replaces a killed rank."""
 
 SLOW_S = 4.0
 """Minimum duration of a slow rank."""
@@ -196,6 +204,28 @@ class FaultInjector:
             self._note(fault, met[0], at)
             if number == signal.SIGSTOP:
                 self.stopped.append(met[1])
+
+    def _burst(self, fault: Fault) -> None:
+        """Kill several ranks. One that was killed before is killed again as soon as another process has replaced it."""
+        if self._wait_for_phase(fault) is None:
+            return
+        killed, at = set[int](), time.time()
+        for rank, pause in burst_kills(fault, len(self.run.rank_processes())):
+            due = time.monotonic() + pause
+            if self._wait(lambda: time.monotonic() >= due) is not None:  # noqa: B023
+                return
+            due = time.monotonic() + REPLACED_S
+            if self._wait(lambda: self._alive(rank, killed) is not None or time.monotonic() > due) is not None:  # noqa: B023
+                return
+            if (pid := self._alive(rank, killed)) is not None and _send(pid, signal.SIGKILL):
+                at = time.time()
+                killed.add(pid)
+        self._note(fault, f"{len(killed)} kills", at)
+
+    def _alive(self, rank: int, killed: Collection[int]) -> int | None:
+        """The pid of a rank's process; None if it was killed and no other has replaced it."""
+        pid = self.run.rank_processes().get(rank)
+        return None if pid in killed else pid
 
     def _supervisor(self, fault: Fault) -> None:
         """Kill the supervisor and wait until another has taken over."""

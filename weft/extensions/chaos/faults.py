@@ -94,10 +94,20 @@ KINDS: dict[str, FaultKind] = {
         "a node is lost with all its processes", "nodes", ("node_lost", "partition", "exit"), False, False
     ),
     "supervisor": FaultKind("the supervisor is killed", "signal", ("supervisor",), in_one_rank=False),
+    "burst": FaultKind(
+        "2 to 6 ranks are killed, each at most a second after the last one, also those that replace them",
+        "signal",
+        ("exit",),
+        in_one_rank=False,
+        room=6,
+    ),
 }
 
 RANDOM_KINDS = ("kill", "stop", "sleep", "gil", "term")
 """What `random:N` draws from: kills, hangs and preemption, after which the result must be bit-identical."""
+
+BURST_KILLS, BURST_SPACING_S = (2, 6), 1.0
+"""Fewest and most kills of a burst, and the longest time between two of them."""
 
 MAX_FAULTS = 10_000
 """Largest count of one kind of fault in --faults."""
@@ -210,6 +220,15 @@ def draw(number: int, request: FaultRequest, step: int, world: int, chance: rand
     return Fault(
         number, request.kind, rank if kind.in_one_rank else None, chance.choice(kind.phases), step, chance.random()
     )
+
+
+def burst_kills(fault: Fault, world: int) -> list[tuple[int, float]]:
+    """The kills of a burst: the rank of each, and the seconds after the kill before it."""
+    chance = random.Random(f"{fault.moment} burst")
+    kills = [
+        (chance.randrange(world), chance.uniform(0.0, BURST_SPACING_S)) for _ in range(chance.randint(*BURST_KILLS))
+    ]
+    return [(kills[0][0], 0.0), *kills[1:]]
 
 
 def _latest(rest: list[FaultRequest], steps: int) -> int:

@@ -135,6 +135,15 @@ class ObservedRun:
                     return "collective" if inside else record.phase, record.pid
         return None
 
+    def rank_processes(self) -> dict[int, int]:
+        """The pid of each rank's process in the newest attempt that it has joined, in whatever phase it is."""
+        newest: dict[int, tuple[int, int]] = {}
+        for board in (b for node in range(self.nodes) if (b := self.board(node)) is not None):
+            for record in board.records():
+                if record.rank >= 0 and record.phase != "gone" and psutil.pid_exists(record.pid):
+                    newest[record.rank] = max(newest.get(record.rank, (0, 0)), (record.attempt, record.pid))
+        return {rank: pid for rank, (_, pid) in newest.items()}
+
     def _unsupervised_rank(self, number: int) -> tuple[str, int] | None:
         """The same for a run without a supervisor, whose phase is unknown."""
         for process in self.processes.values():

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from weft.hardware.cpu_process import keep_freed_memory, threads_for
 from weft.job.errors import Exit, MachineError
 from weft.job.load import load_job
 from weft.job.run_folder import RunDir
@@ -20,7 +21,7 @@ from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.local_ranks import die_with_parent
 from weft.training.garbage_collection import no_collection
-from weft.training.rank import exit_code, exit_process, keep_freed_memory, record_failure, threads_for
+from weft.training.rank import exit_code, exit_process, record_failure
 from weft.training.stop_requests import Signals
 
 

@@ -16,6 +16,9 @@ MAX_LOGGED_COUNTS = 4096
 """Most numbers of tokens by block and expert in a step's metrics; larger models record their sums over blocks."""
 
 
+LOAD_PREFIX = "expert_load."
+"""Prefix of the names of these counts in a checkpoint."""
+
 Pairs = tuple[tuple[int, int], ...]
 """Experts and ranks of ep."""
 
@@ -39,7 +42,7 @@ class ExpertLoad:
         self.table = torch.zeros((len(found), width), dtype=torch.float64, device=device)
         """[blocks with experts, experts + 3], as MixtureOfExperts.tally has it."""
         self.since = torch.zeros_like(self.table)
-        """The sum of the tables since it was last read."""
+        """The sum of the tables since experts were last moved, or could have been."""
         self.steps = 0
         """Steps in `since`."""
         self.work: Pending | None = None
@@ -60,14 +63,24 @@ class ExpertLoad:
                 own = part.options.count // self.ep
                 part.layout.copies = None if pairs is None else ExpertCopies(own, self.ep, pairs)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The counts since experts were last moved, in place, for snapshots and checkpoints."""
+        return {f"{LOAD_PREFIX}since": self.since} if self.ep > 1 and self.blocks else {}
+
+    def forget(self) -> None:
+        """Count from here on."""
+        self.since.zero_()
+        self.steps = 0
+
     def placement(self) -> dict[str, Any]:
-        """The placement of copies, for snapshots and checkpoints."""
+        """The placement of copies and the steps in `since`, for snapshots and checkpoints."""
         pairs = {str(block): [list(pair) for pair in pairs] for block, pairs in self.copies.items()}
-        return {"ep": self.ep, "copies": pairs} if pairs else {}
+        return {"ep": self.ep, "copies": pairs, "steps": self.steps} if self.tensors() else {}
 
     def restore(self, placement: dict[str, Any]) -> None:
         """Place copies as placement() returned them, if ep has the same size; else there are none."""
-        found = placement["copies"] if placement.get("ep") == self.ep else {}
+        found = placement.get("copies", {}) if placement.get("ep") == self.ep else {}
+        self.steps = placement.get("steps", 0)
         self.place({int(block): tuple((expert, rank) for expert, rank in pairs) for block, pairs in found.items()})
 
     def begin(self, scale: float) -> None:

@@ -28,7 +28,7 @@ from weft.supervisor.nodes.node_address import NodeAddress
 from weft.supervisor.rank_inspection import POLL_S, kill
 from weft.supervisor.replan import replan
 from weft.supervisor.restart_limit import MAX_SAME_STEP, grown_node_lost_s, idle_attempts
-from weft.supervisor.status_board import TRAINING, Record, StatusBoard
+from weft.supervisor.status_board import LEFT_ATTEMPT, TRAINING, Record, StatusBoard
 from weft.supervisor.store_server import StoreServer
 from weft.supervisor.supervisor import ALERT_POLL_S, Supervisor, log, set_up_process
 
@@ -134,7 +134,7 @@ class NodeSupervisor(Supervisor):
             return None
         ranks = [records[slot] for slot in self.attempt.ranks.values()]
         exited = any(r.deaths > self.attempt.deaths[r.slot] for r in ranks)
-        back = [r for r in ranks if r.phase == "waiting" and r.attempt == self.attempt.number]
+        back = [r for r in ranks if r.phase in LEFT_ATTEMPT and r.attempt == self.attempt.number]
         step = max((r.step for r in ranks), default=self.committed)
         if self.board["pause"] == self.attempt.number and not exited:
             return FaultReport("grow", None, "others join", step) if len(back) == len(ranks) else None
