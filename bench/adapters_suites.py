@@ -52,7 +52,9 @@ def substitute(source: str, modules: dict[str, str]) -> str:
             if project not in modules:
                 continue
             weft = importlib.import_module(modules[project])
-            names = {"Trainer": "WeftTrainer"} if project == "transformers" else {}
+            names = (
+                {"Trainer": "WeftTrainer", "Seq2SeqTrainer": "WeftSeq2SeqTrainer"} if project == "transformers" else {}
+            )
             ours = [a for a in node.names if hasattr(weft, names.get(a.name, a.name))]
             theirs = [a for a in node.names if a not in ours]
             if not ours:
