@@ -1,6 +1,6 @@
 """For loops written for Hugging Face Accelerate: `from weft.accelerate import Accelerator`."""
 
-from weft.adapters.accelerate_helpers import find_executable_batch_size, get_logger
+from weft.adapters.accelerate_helpers import LocalSGD, find_executable_batch_size, get_logger
 from weft.adapters.accelerate_settings import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -37,6 +37,7 @@ __all__ = [
     "GradientAccumulationPlugin",
     "GradientState",
     "InitProcessGroupKwargs",
+    "LocalSGD",
     "PartialState",
     "ProjectConfiguration",
     "SeedableRandomSampler",

@@ -8,11 +8,15 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from weft.adapters.accelerate_state import PartialState
+
+if TYPE_CHECKING:
+    from weft.adapters.accelerator import Accelerator
 
 OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "cannot allocate memory")
 
@@ -52,6 +56,36 @@ def find_executable_batch_size(
         raise RuntimeError("no batch size fits, not even 1")
 
     return call
+
+
+class LocalSGD:
+    """Replicas take steps by themselves, and average their weights after every local_sgd_steps of them. In a job,
+    train.sync does this with its promises."""
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True):
+        self.accelerator, self.model, self.steps = accelerator, model, local_sgd_steps
+        self.enabled, self.done = enabled and accelerator.use_distributed, 0
+
+    def __enter__(self) -> LocalSGD:
+        self.accelerator.only_accumulate = self.enabled
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.enabled:
+            self.accelerator.only_accumulate = False
+            if error[0] is None:
+                self._average()
+
+    def step(self) -> None:
+        """Call after each batch."""
+        self.done += 1
+        if self.enabled and self.done % self.steps == 0:
+            self._average()
+
+    def _average(self) -> None:
+        with torch.no_grad():
+            for param in self.model.parameters():
+                param.copy_(self.accelerator.reduce(param.data, "mean"))
 
 
 class RankLogger(logging.LoggerAdapter[logging.Logger]):
