@@ -8,8 +8,9 @@
 
 CHECKOUT is a folder with the project's files. Names after it choose functions or scripts whose path contains one.
 Names that weft.accelerate, weft.transformers, … have are imported from there, all others from the project. There is no
-network: models are tiny and made here, data is made here, and metrics that would be downloaded count answers. `--original`
-runs the project's own library instead. Each line says how a function or script ended; the last counts them.
+network: models are tiny and made here, data is made here, and metrics that would be downloaded count answers.
+`--original` runs the project's own library instead. Each line says how a function or script ended; the last counts
+them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import argparse
 import ast
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import io
 import json
@@ -81,10 +83,12 @@ def substitute(source: str, modules: dict[str, str]) -> str:
 
 def run_function(path: Path, name: str, arguments: dict[str, Any], modules: dict[str, str]) -> None:
     """Call a function of a script; `accelerator`, `state` and a loader are made for those that take them."""
-    module = types.ModuleType(path.stem)
-    module.__file__ = str(path)
-    sys.modules[path.stem] = module
-    exec(compile(substitute(path.read_text(encoding="utf-8"), modules), str(path), "exec"), module.__dict__)
+    copy = Path.cwd() / f"{os.getpid()}-{path.name}"
+    copy.write_text(substitute(path.read_text(encoding="utf-8"), modules), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, copy)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     made: dict[str, Any] = {}
     for parameter in inspect.signature(getattr(module, name)).parameters.values():
         if parameter.name in arguments:
@@ -171,7 +175,8 @@ def in_ranks(work: Callable[[], None], ranks: int, folder: Path, limit_s: float 
 
 # what would be downloaded
 
-WORDS = "the a cat dog man woman sees likes eats red blue big small house tree and but not runs sleeps".split()
+WORDS = ["the", "a", "cat", "dog", "man", "woman", "sees", "likes", "eats", "red", "blue", "big", "small", "house",
+         "tree", "and", "but", "not", "runs", "sleeps"]  # fmt: skip
 
 
 def sentence(number: int) -> str:
@@ -308,6 +313,10 @@ def stub_downloads(files: Path) -> None:
             return datasets.DatasetDict({k: pairs[v.partition("[")[0]] for k, v in split.items()})
         return pairs if split is None else pairs[str(split).partition("[")[0]]
 
+    with contextlib.suppress(ImportError):
+        nltk = importlib.import_module("nltk")
+        nltk.data.find = lambda *args, **options: None
+        nltk.sent_tokenize = lambda text, *args: text.split(". ")
     evaluate.load = lambda *args, **options: CountingMetric()
     datasets.load_dataset = load_dataset
     for kind in (transformers.AutoTokenizer, transformers.AutoModelForSequenceClassification, transformers.AutoConfig,
@@ -344,7 +353,8 @@ def accelerate_scripts(checkout: Path, files: Path, modules: dict[str, str]) -> 
 EXAMPLES = {
     "nlp_example.py": [], "complete_nlp_example.py": ["--with_tracking", "--checkpointing_steps", "epoch"],
     "config_yaml_templates/run_me.py": [], "by_feature/automatic_gradient_accumulation.py": [],
-    "by_feature/checkpointing.py": ["--checkpointing_steps", "epoch"], "by_feature/cross_validation.py": ["--num_folds", "2"],
+    "by_feature/checkpointing.py": ["--checkpointing_steps", "epoch"],
+    "by_feature/cross_validation.py": ["--num_folds", "2"],
     "by_feature/ddp_comm_hook.py": ["--ddp_comm_hook", "fp16"], "by_feature/early_stopping.py": [],
     "by_feature/gradient_accumulation.py": ["--gradient_accumulation_steps", "2"],
     "by_feature/gradient_accumulation_for_autoregressive_models.py": ["--gradient_accumulation_steps", "2"],
@@ -366,32 +376,37 @@ def accelerate_examples(checkout: Path, files: Path, modules: dict[str, str]) ->
 def trainer_arguments(files: Path) -> dict[str, list[str]]:
     """Arguments of transformers' examples by script."""
 
-    def data(name: str, model: str, *others: str, test: bool = False) -> list[str]:
-        found = ["--model_name_or_path", str(files / model), "--train_file", str(files / f"{name[0]}-train.{name[1]}"), "--validation_file", str(files / f"{name[0]}-dev.{name[1]}")] if isinstance(name, tuple) else []  # fmt: skip
-        return [
-            *found,
-            *(["--test_file", str(files / f"{name[0]}-test.{name[1]}"), "--do_predict"] if test else []),
-            *others,
-        ]
+    def data(name: str, ending: str, model: str, *others: str, test: bool = False) -> list[str]:
+        splits = [("train", "train"), ("validation", "dev"), *([("test", "test")] if test else [])]
+        named = [word for flag, split in splits for word in (f"--{flag}_file", str(files / f"{name}-{split}.{ending}"))]
+        return ["--model_name_or_path", str(files / model), *named, *(["--do_predict"] if test else []), *others]
 
-    images = ["--train_dir", str(files / "images-train"), "--validation_dir", str(files / "images-dev")]
+    images = [
+        "--model_name_or_path", str(files / "vit"), "--train_dir", str(files / "images-train"),
+        "--validation_dir", str(files / "images-dev"), "--remove_unused_columns", "False",
+    ]  # fmt: skip
+    short, answers = ("--max_seq_length", "16"), ("--max_seq_length", "32", "--doc_stride", "8")
+    columns = ("--context_column", "context", "--question_column", "question", "--answer_column", "answers")
+    generate = "--predict_with_generate"
     return {
-        "run_clm.py": data(("text", "txt"), "gpt2", "--block_size", "16"),
-        "run_fim.py": data(("text", "txt"), "gpt2", "--block_size", "16"),
-        "run_mlm.py": data(("text", "txt"), "bert", "--max_seq_length", "16"),
-        "run_plm.py": data(("text", "txt"), "xlnet", "--max_seq_length", "16"),
-        "run_glue.py": data(("pairs", "csv"), "bert", test=True),
-        "run_classification.py": data(("pairs", "csv"), "bert", "--text_column_names", "sentence1", "--metric_name", "accuracy"),
-        "run_ner.py": data(("tags", "json"), "bert", test=True),
-        "run_swag.py": data(("swag", "json"), "bert"),
-        "run_qa.py": data(("squad", "json"), "bert", "--max_seq_length", "32", "--doc_stride", "8"),
-        "run_qa_beam_search.py": data(("squad", "json"), "xlnet", "--max_seq_length", "32", "--doc_stride", "8"),
-        "run_seq2seq_qa.py": data(("squad", "json"), "t5", "--max_seq_length", "32", "--doc_stride", "8", "--context_column", "context", "--question_column", "question", "--answer_column", "answers", "--predict_with_generate"),
-        "run_summarization.py": data(("summary", "json"), "t5", "--text_column", "text", "--summary_column", "summary", "--predict_with_generate", test=True),
-        "run_translation.py": data(("translation", "json"), "t5", "--source_lang", "en", "--target_lang", "ro", "--predict_with_generate", test=True),
-        "run_image_classification.py": ["--model_name_or_path", str(files / "vit"), *images, "--ignore_mismatched_sizes", "True", "--remove_unused_columns", "False"],
-        "run_mae.py": ["--model_name_or_path", str(files / "vit"), *images],
-        "run_mim.py": ["--model_name_or_path", str(files / "vit"), *images],
+        "run_clm.py": data("text", "txt", "gpt2", "--block_size", "16"),
+        "run_fim.py": data("text", "txt", "gpt2", "--block_size", "16"),
+        "run_mlm.py": data("text", "txt", "bert", *short), "run_plm.py": data("text", "txt", "xlnet", *short),
+        "run_glue.py": data("pairs", "csv", "bert", test=True),
+        "run_classification.py": data(
+            "pairs", "csv", "bert", "--text_column_names", "sentence1", "--metric_name", "accuracy"
+        ),
+        "run_ner.py": data("tags", "json", "bert", test=True), "run_swag.py": data("swag", "json", "bert"),
+        "run_qa.py": data("squad", "json", "bert", *answers),
+        "run_qa_beam_search.py": data("squad", "json", "xlnet", *answers),
+        "run_seq2seq_qa.py": data("squad", "json", "t5", *answers, *columns, generate),
+        "run_summarization.py": data(
+            "summary", "json", "t5", "--text_column", "text", "--summary_column", "summary", generate, test=True
+        ),
+        "run_translation.py": data(
+            "translation", "json", "t5", "--source_lang", "en", "--target_lang", "ro", generate, test=True
+        ),
+        **dict.fromkeys(("run_image_classification.py", "run_mae.py", "run_mim.py"), images),
     }  # fmt: skip
 
 
@@ -400,8 +415,8 @@ def transformers_examples(checkout: Path, files: Path, modules: dict[str, str]) 
     for path in sorted((checkout / "examples/pytorch").glob("*/run_*.py")):
         if "no_trainer" in path.name or "Trainer(" not in path.read_text(encoding="utf-8"):
             continue
-        usual = ["--output_dir", "out", "--do_train", "--do_eval", "--max_steps", "4", "--use_cpu", "--report_to", "none",
-                 "--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "3"]  # fmt: skip
+        usual = ["--output_dir", "out", "--do_train", "--do_eval", "--max_steps", "4", "--use_cpu", "--report_to",
+                 "none", "--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "3"]  # fmt: skip
         arguments = [*known.get(path.name, ["--model_name_or_path", "x", "--dataset_name", "x"]), *usual]
         yield f"{path.parent.name}/{path.name}", 2, lambda p=path, a=arguments: run_script(p, a, modules, Path.cwd())
 
@@ -411,7 +426,8 @@ def lightning_examples(checkout: Path, files: Path, modules: dict[str, str]) -> 
                  "basics/profiler_example.py", "bug_report/bug_report_model.py",
                  "domain_templates/generative_adversarial_net.py", "domain_templates/imagenet.py",
                  "domain_templates/semantic_segmentation.py", "domain_templates/reinforce_learn_Qnet.py",
-                 "domain_templates/reinforce_learn_ppo.py", "domain_templates/computer_vision_fine_tuning.py"):  # fmt: skip
+                 "domain_templates/reinforce_learn_ppo.py",
+                 "domain_templates/computer_vision_fine_tuning.py"):  # fmt: skip
         path = checkout / "examples/pytorch" / name
         if path.is_file():
             yield name, 2, lambda p=path: run_script(p, [], modules, Path.cwd())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, package: str) -> Any:
     """The strategy's module where only this package is installed, with classes that note what is called."""
 
     class Base:
-        called: list[str] = []
+        called: ClassVar[list[str]] = []
 
         def __init__(self, **options: Any):
             self.options = options

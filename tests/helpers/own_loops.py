@@ -121,7 +121,7 @@ def whole_weights_loaded() -> list[Any]:
     accelerator = Accelerator(cpu=True, job=job)
     model, other = net(), net(1)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model, prepared = accelerator.prepare(model, optimizer)
+    model, _ = accelerator.prepare(model, optimizer)
     load_whole(model, other.state_dict())
     momentum = [torch.full_like(p, 2.0 + i) for i, p in enumerate(other.parameters())]
     state = {i: {"momentum_buffer": value} for i, value in enumerate(momentum)}

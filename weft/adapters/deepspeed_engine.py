@@ -109,8 +109,8 @@ def job_of(settings: Settings, ranks: int) -> Job:
     """The job of a DeepSpeed config; what weft.initialize cannot do is refused by name."""
     if any(key.startswith("pipeline.") for key in settings):
         warnings.warn(
-            f"{NAME}: pipeline has no effect on a model that is not a PipelineModule, as in DeepSpeed; parallel.pp of a "
-            "job cuts a module into stages", UserWarning, stacklevel=4,
+            f"{NAME}: pipeline has no effect on a model that is not a PipelineModule, as in DeepSpeed; parallel.pp of "
+            "a job cuts a module into stages", UserWarning, stacklevel=4,
         )  # fmt: skip
         settings = Settings({k: v for k, v in settings.items() if not k.startswith("pipeline.")})
     found = apply_table(DEEPSPEED, settings, NAME, NAME, ranks)

@@ -48,7 +48,8 @@ class WeftSeq2SeqTrainer(WeftTrainer):
         given = {k: v for k, v in inputs.items() if k not in ("labels", "decoder_input_ids", "decoder_attention_mask")}
         spread: Any = model
         tokens = spread.generate(**given, **self._gen_kwargs)
-        length = self._gen_kwargs.get("max_length") or spread.generation_config.max_length or tokens.shape[1]
+        usual = spread.generation_config
+        length = usual.max_length or (usual.max_new_tokens or 0) + 1
         return loss, self._filled(tokens, length), self._filled(inputs.get("labels"), length)
 
     def _filled(self, tokens: Tensor | None, length: int) -> Tensor | None:
