@@ -33,6 +33,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +112,9 @@ def run_function(path: Path, name: str, arguments: dict[str, Any], modules: dict
     getattr(module, name)(**made)
 
 
-def run_script(path: Path, arguments: list[str], modules: dict[str, str], folder: Path) -> None:
+def run_script(path: Path, arguments: list[str]) -> None:
     """Run a script as the main program, beside the other files of its folder."""
-    copy = folder / path.parent.name
+    copy = Path.cwd() / path.parent.name
     target = copy / path.name
     sys.path.insert(0, str(copy))
     sys.argv = [str(target), *arguments]
@@ -293,10 +294,10 @@ class CountingMetric:
 
 def stub_downloads(files: Path) -> None:
     """Names of the hub mean the files here."""
-    import datasets
-    import evaluate
     import transformers
 
+    datasets: Any = importlib.import_module("datasets")
+    evaluate: Any = importlib.import_module("evaluate")
     real = datasets.load_dataset
 
     def load_dataset(path: str, name: Any = None, *args: Any, **options: Any) -> Any:
@@ -314,7 +315,7 @@ def stub_downloads(files: Path) -> None:
         return pairs if split is None else pairs[str(split).partition("[")[0]]
 
     with contextlib.suppress(ImportError):
-        nltk = importlib.import_module("nltk")
+        nltk: Any = importlib.import_module("nltk")
         nltk.data.find = lambda *args, **options: None
         nltk.sent_tokenize = lambda text, *args: text.split(". ")
     evaluate.load = lambda *args, **options: CountingMetric()
@@ -347,7 +348,7 @@ def accelerate_scripts(checkout: Path, files: Path, modules: dict[str, str]) -> 
                 continue  # for GPUs alone
             arguments = {"comm_hook": "no", "comm_wrapper": "no", "comm_state_option": {}}
             ranks = 1 if name == "test_noop_sync" else 2
-            yield f"{path.stem}:{name}", ranks, lambda p=path, n=name, a=arguments: run_function(p, n, a, modules)
+            yield f"{path.stem}:{name}", ranks, partial(run_function, path, name, arguments, modules)
 
 
 EXAMPLES = {
@@ -370,7 +371,7 @@ def accelerate_examples(checkout: Path, files: Path, modules: dict[str, str]) ->
         path = checkout / "examples" / name
         cpu = ["--cpu"] if "--cpu" in path.read_text(encoding="utf-8") else []
         data = ["--data_dir", str(files / "images-train")] if "cv_example" in name else []
-        yield name, 2, lambda p=path, a=[*cpu, *data, *arguments]: run_script(p, a, modules, Path.cwd())
+        yield name, 2, partial(run_script, path, [*cpu, *data, *arguments])
 
 
 def trainer_arguments(files: Path) -> dict[str, list[str]]:
@@ -418,7 +419,7 @@ def transformers_examples(checkout: Path, files: Path, modules: dict[str, str]) 
         usual = ["--output_dir", "out", "--do_train", "--do_eval", "--max_steps", "4", "--use_cpu", "--report_to",
                  "none", "--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "3"]  # fmt: skip
         arguments = [*known.get(path.name, ["--model_name_or_path", "x", "--dataset_name", "x"]), *usual]
-        yield f"{path.parent.name}/{path.name}", 2, lambda p=path, a=arguments: run_script(p, a, modules, Path.cwd())
+        yield f"{path.parent.name}/{path.name}", 2, partial(run_script, path, arguments)
 
 
 def lightning_examples(checkout: Path, files: Path, modules: dict[str, str]) -> Iterator[Case]:
@@ -430,14 +431,14 @@ def lightning_examples(checkout: Path, files: Path, modules: dict[str, str]) -> 
                  "domain_templates/computer_vision_fine_tuning.py"):  # fmt: skip
         path = checkout / "examples/pytorch" / name
         if path.is_file():
-            yield name, 2, lambda p=path: run_script(p, [], modules, Path.cwd())
+            yield name, 2, partial(run_script, path, [])
 
 
 def deepspeed_examples(checkout: Path, files: Path, modules: dict[str, str]) -> Iterator[Case]:
     for path in sorted((checkout / "training").glob("*/*.py")):
         text = path.read_text(encoding="utf-8", errors="replace")
         if "deepspeed.initialize" in text:
-            yield f"{path.parent.name}/{path.name}", 2, lambda p=path: run_script(p, [], modules, Path.cwd())
+            yield f"{path.parent.name}/{path.name}", 2, partial(run_script, path, [])
 
 
 SUITES: dict[str, tuple[Callable[[Path, Path, dict[str, str]], Iterator[Case]], dict[str, str]]] = {

@@ -149,7 +149,7 @@ class Accelerator(Ranks):
 
     @property
     def dispatch_batches(self) -> bool | None:
-        return self.dataloader_config.dispatch_batches  # type: ignore[no-any-return]
+        return self.dataloader_config.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
@@ -347,7 +347,7 @@ class Accelerator(Ranks):
         steps = self.gradient_accumulation_steps
         trainings = trained_by(loss, self.trainings)
         if not trainings:
-            (loss / steps).backward(**options)  # type: ignore[no-untyped-call]
+            (loss / steps).backward(**options)
             return
         last = (self.sync_gradients or self.gradient_state.sync_each_batch) and not self.only_accumulate
         if last and self.joining:

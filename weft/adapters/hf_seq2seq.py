@@ -26,13 +26,13 @@ class WeftSeq2SeqTrainer(WeftTrainer):
             given = given | {"num_beams": self.args.generation_num_beams}
         return {name: value for name, value in given.items() if value is not None}
 
-    def evaluate(  # type: ignore[override]
+    def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval", **generation: Any
     ) -> dict[str, Any]:
         self._gen_kwargs = self._generation(generation)
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
-    def predict(  # type: ignore[override]
+    def predict(
         self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test", **generation: Any
     ) -> Any:
         self._gen_kwargs = self._generation(generation)
@@ -56,7 +56,8 @@ class WeftSeq2SeqTrainer(WeftTrainer):
         """Tokens filled up to a length, so that batches have one."""
         if tokens is None or tokens.shape[1] >= length:
             return tokens
-        pad = getattr(self.processing_class, "pad_token_id", None)
-        pad = self.model.config.pad_token_id if pad is None else pad
+        pad: Any = getattr(self.processing_class, "pad_token_id", None)
+        config: Any = self.model.config
+        pad = config.pad_token_id if pad is None else pad
         missing: Tensor = tokens.new_full((tokens.shape[0], length - tokens.shape[1]), pad)
         return torch.cat([tokens, missing], dim=1)

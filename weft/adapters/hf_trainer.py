@@ -389,7 +389,7 @@ class WeftTrainer:
         """Write OUTPUT_DIR/README.md as transformers does."""
         from transformers import Trainer
 
-        Trainer.create_model_card(self, **facts)  # type: ignore[arg-type]
+        Trainer.create_model_card(self, **facts)
 
     def push_to_hub(self, *args: Any, **options: Any) -> None:
         """Refused: nothing is uploaded."""

@@ -37,7 +37,7 @@ TrainerFn: Any = importlib.import_module(f"{PACKAGE}.trainer.states").TrainerFn
 LightningTrainer: Any = importlib.import_module(PACKAGE).Trainer
 
 
-class SpreadPrecision(Precision):  # type: ignore[misc]
+class SpreadPrecision(Precision):
     """Backward, clipping and steps of a spread model."""
 
     training: SpreadTraining | None = None
@@ -69,7 +69,7 @@ class SpreadPrecision(Precision):  # type: ignore[misc]
         return found[0]
 
 
-class WeftStrategy(DDPStrategy):  # type: ignore[misc]
+class WeftStrategy(DDPStrategy):
     """`Trainer(strategy=WeftStrategy(job))`: replicas, ZeRO 1–3 or hybrid, by `parallel`, `precision`, `comm` and
     `memory.recompute` of a job; without one, replicas in fp32."""
 
@@ -182,7 +182,7 @@ REPLICAS = ("auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_p
 PRECISIONS = {"32": "fp32", "32-true": "fp32", "bf16": "bf16", "bf16-mixed": "bf16"}
 
 
-class Trainer(LightningTrainer):  # type: ignore[misc]
+class Trainer(LightningTrainer):
     """Lightning's Trainer with WeftStrategy in the place of ddp, fsdp and deepspeed_stage_1 to 3."""
 
     def __init__(self, *args: Any, strategy: Any = "auto", precision: Any = None, **options: Any):

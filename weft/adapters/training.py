@@ -219,7 +219,8 @@ def _mark_outputs(mark: object, module: nn.Module, args: Any, output: Any) -> No
     """Note in the graph of a model's outputs whose they are."""
     if isinstance(output, Tensor):
         if output.grad_fn is not None:
-            output.grad_fn.metadata[MARK] = mark
+            node: Any = output.grad_fn
+            node.metadata[MARK] = mark
     elif isinstance(output, list | tuple):
         for item in output:
             _mark_outputs(mark, module, args, item)
@@ -233,7 +234,7 @@ def trained_by(loss: Tensor, trainings: list[SpreadTraining]) -> list[SpreadTrai
     reached: set[int] = set()
     owners = {id(p): t for t in trainings for p in t.module.parameters()}
     marks = {id(t.mark): t for t in trainings}
-    nodes, seen = [loss.grad_fn], set[Any]()
+    nodes, seen = list[Any]([loss.grad_fn]), set[Any]()
     while nodes and len(reached) < len(trainings):
         node = nodes.pop()
         if node is None or node in seen:
