@@ -47,7 +47,7 @@ class WeftSeq2SeqTrainer(WeftTrainer):
         loss = super().prediction_step(model, inputs, True)[0] if inputs.get("labels") is not None else None
         given = {k: v for k, v in inputs.items() if k not in ("labels", "decoder_input_ids", "decoder_attention_mask")}
         spread: Any = model
-        tokens = spread.generate(**given, **self._gen_kwargs)
+        tokens = spread.generate(**given, **{k: v for k, v in self._gen_kwargs.items() if v is not None})
         usual = spread.generation_config
         length = usual.max_length or (usual.max_new_tokens or 0) + 1
         return loss, self._filled(tokens, length), self._filled(inputs.get("labels"), length)
