@@ -27,6 +27,7 @@ import os
 import runpy
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -124,7 +125,9 @@ def run_script(path: Path, arguments: list[str]) -> None:
 def in_ranks(work: Callable[[], None], ranks: int, folder: Path, limit_s: float = LIMIT_S) -> str:
     """Fork ranks that do the work; returns `passed`, or the last lines of what went wrong."""
     children = []
-    store = tempfile.mktemp(prefix="store", dir=folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     for rank in range(ranks):
         if (child := os.fork()) == 0:
             code = 1
@@ -133,7 +136,6 @@ def in_ranks(work: Callable[[], None], ranks: int, folder: Path, limit_s: float 
                 log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
                 os.dup2(log, 1)
                 os.dup2(log, 2)
-                port = 20_000 + int.from_bytes(os.path.basename(store).encode()[-3:]) % 20_000
                 os.environ |= {
                     "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
                     "LOCAL_WORLD_SIZE": str(ranks), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
