@@ -281,9 +281,11 @@ def what_fits() -> str:
 
 def own_code() -> str:
     """What the adapters of other libraries take, ignore and refuse, from the tables that they apply."""
-    from weft.extensions.adapters import accelerator, hvd, lightning_callbacks, lightning_loop
+    from weft import accelerate
+    from weft.extensions.adapters import accelerate_state, accelerator, hvd, lightning_callbacks, lightning_loop
     from weft.extensions.adapters.deepspeed_engine import DeepSpeedEngine
     from weft.extensions.adapters.hf_arguments import HANDLED, WITHOUT_EFFECT
+    from weft.extensions.adapters.hf_seq2seq import WeftSeq2SeqTrainer
     from weft.extensions.adapters.hf_trainer import WeftTrainer
     from weft.extensions.convert.deepspeed import DEEPSPEED
     from weft.extensions.convert.training_arguments import TABLE
@@ -291,8 +293,9 @@ def own_code() -> str:
     def names(found: Iterable[str]) -> str:
         return ", ".join(f"`{name}`" for name in sorted(found)) or "none"
 
-    def methods(kind: type) -> str:
-        return names(n for n, v in vars(kind).items() if n[0] != "_" and (callable(v) or isinstance(v, property)))
+    def methods(*kinds: type) -> str:
+        found = {n: v for kind in kinds for n, v in vars(kind).items() if n[0] != "_"}
+        return names(n for n, v in found.items() if callable(v) or isinstance(v, property))
 
     def refused(table: Table) -> dict[str, str]:
         """By setting, why it is refused, or which values are not."""
@@ -313,17 +316,18 @@ def own_code() -> str:
     taken = dict.fromkeys((*HANDLED, *WITHOUT_EFFECT), TABLE["seed"])
     others = {key: rule for key, rule in TABLE.items() if find_rule(taken, key) is None}
     rows = [
-        ("Accelerate", "the same", methods(accelerator.Accelerator)),
+        ("Accelerate", "the same", methods(accelerator.Accelerator, accelerate_state.Ranks)),
+        ("Accelerate", "functions and classes: the same", names(set(accelerate.__all__) - {"Accelerator"})),
         *(("Accelerate", f"refused: {note}", f"`{name}`") for name, note in accelerator.NOT_SUPPORTED.items()),
         ("DeepSpeed", "the same", methods(DeepSpeedEngine)),
         *(("DeepSpeed", what, f"`{name}`") for name, what in refused(config).items()),
-        ("DeepSpeed", "refused: needs a job", "`zero_optimization.offload_*`"),
+        ("DeepSpeed", "refused: needs a job", "`offload_optimizer.device` nvme, `offload_param` on a GPU"),
         ("Horovod", "the same", names(set(hvd.__all__) - {"start_timeline", "stop_timeline"})),
         ("Horovod", "refused: torch.profiler records collectives", "`start_timeline`, `stop_timeline`"),
         ("Lightning", "callbacks: the same", names(lightning_callbacks.KNOWN)),
         ("Lightning", "callbacks: ignored", names(lightning_callbacks.IGNORED)),
         ("Lightning", "methods of the module: refused", names(lightning_loop.OVERRIDES)),
-        ("transformers", "the same", methods(WeftTrainer)),
+        ("transformers", "the same", methods(WeftSeq2SeqTrainer, WeftTrainer)),
         ("transformers", "fields of TrainingArguments: the same", names(HANDLED)),
         ("transformers", "fields of TrainingArguments: without effect",
          names({*WITHOUT_EFFECT, *(k for k, rule in others.items() if probed(rule).status == "not needed")})),

@@ -1,5 +1,9 @@
-"""For LightningModules: `weft.lightning.fit(module, datamodule, job)`, or `Trainer(strategy=WeftStrategy(job))`."""
+"""For LightningModules: `weft.lightning.fit(module, datamodule, job)`, or `Trainer(strategy=WeftStrategy(job))`.
 
+`import weft.lightning as pl` also has the names of Lightning, where it is installed, and a Trainer on WeftStrategy.
+"""
+
+import importlib
 from typing import Any
 
 from weft.extensions.adapters.lightning_loop import Loops, fit
@@ -9,10 +13,17 @@ __all__ = ["Loops", "fit"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "WeftStrategy":
+    if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from weft.extensions.adapters.lightning_strategy import WeftStrategy
+        strategy = importlib.import_module("weft.adapters.lightning_strategy")
     except ImportError as error:
-        raise MachineError(f"WeftStrategy needs Lightning ({error}); pip install lightning") from None
-    return WeftStrategy
+        if name not in ("WeftStrategy", "Trainer"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+        raise MachineError(f"{name} needs Lightning ({error}); pip install lightning") from None
+    if name in ("WeftStrategy", "Trainer"):
+        return getattr(strategy, name)
+    package = importlib.import_module(strategy.PACKAGE)
+    if not hasattr(package, name):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}, nor has {strategy.PACKAGE}")
+    return getattr(package, name)

@@ -15,6 +15,12 @@ from weft.extensions.adapters.accelerator import Accelerator
 from weft.extensions.adapters.deepspeed_accelerator import get_accelerator
 from weft.extensions.adapters.deepspeed_engine import initialize
 from weft.extensions.adapters.lightning_loop import fit
+from weft.adapters.accelerator import Accelerator
+from weft.adapters.deepspeed_accelerator import get_accelerator
+from weft.adapters.deepspeed_engine import initialize
+from weft.adapters.lightning_loop import fit
+from weft.adapters.whole_weights import load_whole, spread_state
+from weft.job.errors import JobError
 from weft.job.schema import Job, Optim, Parallel
 
 STEPS = 4
@@ -77,10 +83,10 @@ def accelerate_losses(
     return found
 
 
-def deepspeed_losses(stage: int) -> list[float]:
+def deepspeed_losses(stage: int, more: dict[str, Any] | None = None) -> list[float]:
     config = {
         "train_batch_size": 8, "gradient_accumulation_steps": 1, "gradient_clipping": 0.5,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage}, **(more or {}),
     }  # fmt: skip
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -95,6 +101,45 @@ def deepspeed_losses(stage: int) -> list[float]:
         found.append(loss.item())
     engine.mesh.close()
     return found
+
+
+def step_after_plain_backward() -> str:
+    """What optimizer.step() says after loss.backward() instead of accelerator.backward(loss)."""
+    accelerator = Accelerator(cpu=True)
+    model = net()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    model(torch.ones(2, 8)).sum().backward()
+    try:
+        optimizer.step()
+    except JobError as error:
+        return str(error)
+    finally:
+        accelerator.end_training()
+    return ""
+
+
+def whole_weights_loaded() -> list[Any]:
+    """Whole weights and momentum loaded into shards, as whole tensors again."""
+    job = Job(parallel=Parallel(dp_replicate=1, dp_shard=-1, zero=3))
+    accelerator = Accelerator(cpu=True, job=job)
+    model, other = net(), net(1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, _ = accelerator.prepare(model, optimizer)
+    load_whole(model, other.state_dict())
+    momentum = [torch.full_like(p, 2.0 + i) for i, p in enumerate(other.parameters())]
+    state = {i: {"momentum_buffer": value} for i, value in enumerate(momentum)}
+    optimizer.load_state_dict(spread_state(optimizer, {**optimizer.state_dict(), "state": state}))
+    loaded = [optimizer.state[p]["momentum_buffer"].full_tensor() for p in optimizer.param_groups[0]["params"]]
+    same = all(torch.equal(a, b) for a, b in zip(loaded, momentum, strict=True))
+    same = same and all(torch.equal(v, other.state_dict()[n]) for n, v in accelerator.get_state_dict(model).items())
+    try:
+        load_whole(model, {"0.weight": other.state_dict()["0.weight"]})
+    except JobError as error:
+        return [same, str(error)]
+    finally:
+        accelerator.end_training()
+    return [same, ""]
 
 
 def horovod_values(compression: str) -> dict[str, Any]:

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from helpers.command import python
-from helpers.hf_classifier import arguments, run_classifier
+from helpers.hf_classifier import arguments, classifier, padded, run_classifier, texts
 from helpers.published import transformers
 
 from weft.extensions.adapters.hf_trainer import WeftTrainer
+from weft.adapters.hf_seq2seq import WeftSeq2SeqTrainer
+from weft.adapters.hf_trainer import WeftTrainer
 from weft.job.errors import JobError
 
 SCRIPT = Path(__file__).parent / "scripts" / "trainer_script.py"
@@ -64,6 +66,61 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
             WeftTrainer(model=model(), args=arguments(tmp_path, **fields), train_dataset=samples()).train()
     with pytest.raises(JobError, match="compute_loss_func"):
         WeftTrainer(model=model(), args=arguments(tmp_path), compute_loss_func=print)
+
+
+def test_hooks_and_files_of_scripts(tmp_path: Path) -> None:
+    """A subclass with a loss of its own, the evaluation loop, several datasets, and the model card."""
+
+    class Doubled(WeftTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **others: Any) -> Any:
+            loss, outputs = super().compute_loss(model, inputs, True, **others)
+            return (2 * loss, outputs) if return_outputs else 2 * loss
+
+    losses = []
+    for kind in (WeftTrainer, Doubled):
+        trainer: Any = kind(model=model(), args=arguments(tmp_path, learning_rate=0.0), train_dataset=samples()[:8])
+        losses.append(trainer.train().training_loss)
+        found = trainer.evaluation_loop(trainer.get_eval_dataloader(samples()[:6]), "Evaluation")
+        assert found.num_samples == 6 and found.predictions.shape[0] == 6
+        losses.append(found.metrics["eval_loss"])
+    assert losses[2:] == pytest.approx([2 * losses[0], 2 * losses[1]], rel=1e-5)
+    assert {"eval_a_loss", "eval_b_loss"} <= set(trainer.evaluate({"a": samples()[:2], "b": samples()[2:4]}))
+    trainer.create_model_card(tasks="text-generation", finetuned_from="x")
+    assert "x" in (tmp_path / "README.md").read_text()
+    with pytest.raises(JobError, match="push_to_hub is not supported"):
+        trainer.push_to_hub()
+
+
+def test_the_loss_of_a_classifier_is_a_mean_whatever_is_accumulated(tmp_path: Path) -> None:
+    """It ignores num_items_in_batch, by which transformers expects models to divide."""
+    losses = []
+    for passes in (1, 2):
+        args = arguments(
+            tmp_path, learning_rate=0.0, per_device_train_batch_size=4 // passes, gradient_accumulation_steps=passes,
+            max_steps=1,
+        )  # fmt: skip
+        trainer: Any = WeftTrainer(classifier(), args, data_collator=padded, train_dataset=texts()[:12])
+        losses.append(trainer.train().training_loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0] < 2.0
+
+
+def test_generated_predictions_are_those_of_transformers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=32, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    spoken = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    rows = [{"input_ids": torch.arange(3, 8) + i, "labels": torch.arange(2, 6) + i} for i in range(4)]
+    args = transformers.Seq2SeqTrainingArguments(
+        str(tmp_path), per_device_eval_batch_size=2, predict_with_generate=True, generation_max_length=6, use_cpu=True,
+        report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    made = []
+    for kind in (transformers.Seq2SeqTrainer, WeftSeq2SeqTrainer):
+        ours: Any = kind(spoken, args, eval_dataset=rows, compute_metrics=lambda found: {"n": len(found.predictions)})
+        made.append(ours.predict(rows))
+    one, other = made
+    assert np.array_equal(one.predictions, other.predictions) and np.array_equal(one.label_ids, other.label_ids)
+    assert ours.evaluate(max_length=4)["eval_n"] == 4
+    assert one.metrics["test_loss"] == pytest.approx(other.metrics["test_loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize("stop", [False, True])

@@ -62,6 +62,18 @@ def test_early_stopping_ends_the_run(tmp_path: Path) -> None:
     assert loops.current_epoch == 2
 
 
+def test_data_loaders_stand_where_trainer_fit_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = own_loops.LitData()
+    loops = weft.lightning.fit(LitModule(), data.train_dataloader(), data.val_dataloader(), max_epochs=1)
+    assert len(loops.losses) == 4 and "val_loss" in loops.callback_metrics
+
+
+def test_whole_weights_are_loaded_into_shards(world: Ranks) -> None:
+    same, error = world(2)(own_loops.whole_weights_loaded)[0]
+    assert same and "differ in 0.bias, 2.bias, 2.weight" in error
+
+
 def test_what_is_not_supported_is_named_before_the_start() -> None:
     class Manual(LitModule):
         automatic_optimization = False

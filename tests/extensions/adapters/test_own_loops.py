@@ -18,6 +18,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 from weft.extensions.adapters.accelerator import Accelerator
 from weft.extensions.adapters.deepspeed_engine import initialize
 from weft.extensions.adapters.rank_loader import RankBatches
+import weft.deepspeed
+from weft.adapters.accelerator import Accelerator
+from weft.adapters.deepspeed_engine import initialize
+from weft.adapters.host_states import HostStates
+from weft.adapters.rank_loader import RankBatches
 from weft.job.errors import JobError
 from weft.job.schema import Job, Parallel
 
@@ -145,16 +150,38 @@ def test_what_is_not_supported_is_named() -> None:
         initialize(model=own_loops.net())
     with pytest.raises(JobError, match="train_batch_size=9"):
         initialize(model=own_loops.net(), config={"train_batch_size": 9, "train_micro_batch_size_per_gpu": 2})
-    config = {"train_batch_size": 8, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
-    with pytest.raises(JobError, match="offload needs a job"):
+    config = {"train_batch_size": 8, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}}
+    with pytest.raises(JobError, match=r"offload_optimizer\.device=nvme needs a job"):
         initialize(model=own_loops.net(), config=config)
+    with pytest.raises(JobError, match=r"deepspeed\.moe\.layer\.MoE is not supported"):
+        weft.deepspeed.moe.layer.MoE(8)
     with pytest.raises(JobError, match=r"sparse_attention\.mode cannot be used"):
         initialize(model=own_loops.net(), config={"train_batch_size": 8, "sparse_attention": {"mode": "fixed"}})
 
 
-def test_a_second_backward_of_a_step_is_refused() -> None:
-    accelerator = Accelerator(cpu=True)
-    model: Any = accelerator.prepare(own_loops.net())
-    accelerator.backward(model(torch.ones(2, 8)).sum())
-    with pytest.raises(JobError, match="backward was called again"):
-        accelerator.backward(model(torch.ones(2, 8)).sum())
+def test_a_config_with_offload_and_pipeline_trains_as_one_without(world: Ranks) -> None:
+    """On CPU ranks weights and states are in host memory already; a module that is no PipelineModule has no stages."""
+    more = {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+        "pipeline": {"stages": 2, "activation_checkpoint_interval": 1},
+    }
+    assert world(2)(own_loops.deepspeed_losses, 3, more) == world(2)(own_loops.deepspeed_losses, 3)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_an_update_by_chunks_of_offloaded_states_is_one_update(kind: Any) -> None:
+    models = [own_loops.net(), own_loops.net()]
+    for model, chunked in zip(models, (False, True), strict=True):
+        groups = [{"params": [p], "lr": 0.01 * (i + 1)} for i, p in enumerate(model.parameters())]
+        optimizer = kind(groups, lr=0.1)
+        host = HostStates(optimizer, torch.device("cpu"), chunk_bytes=200)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 8)).square().sum().backward()
+            (host if chunked else optimizer).step()
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_step_without_summed_gradients_is_refused(world: Ranks) -> None:
+    assert "call accelerator.backward(loss)" in world(2)(own_loops.step_after_plain_backward)[0]

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import json
+import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from weft.extensions.adapters.layout import join_ranks, precision_of
-from weft.extensions.adapters.prepared import PreparedOptimizer, PreparedScheduler
-from weft.extensions.adapters.rank_loader import RankLoader
-from weft.extensions.adapters.training import SpreadTraining, plain_values
-from weft.hardware.rank_environment import rank_info
+from weft.adapters.accelerate_settings import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+    comm_of_handlers,
+)
+from weft.adapters.accelerate_state import AcceleratorState, GradientState, PartialState, Ranks
+from weft.adapters.accelerate_trackers import OwnTracker, chosen_trackers
+from weft.adapters.joining import join_the_others
+from weft.adapters.layout import join_ranks, precision_of
+from weft.adapters.prepared import PreparedOptimizer, PreparedScheduler
+from weft.adapters.rank_loader import RankLoader
+from weft.adapters.rank_values import RankValues, has_tensors, rows
+from weft.adapters.training import SpreadTraining, backward, plain_values, trained_by
 from weft.job.errors import JobError
 from weft.job.load import load_job
 from weft.job.schema import Job
@@ -30,17 +39,18 @@ NOT_SUPPORTED = {
     "fsdp_plugin": "give job=Job(parallel=Parallel(dp_shard=-1))",
     "megatron_lm_plugin": "write a job (weft convert)",
     "parallelism_config": "give job=Job(parallel=Parallel(dp_shard=…, tp=…))",
-    "log_with": "write metrics yourself, or train a job with watch.trackers",
-    "kwargs_handlers": "give job=Job(comm=…, precision=…)",
     "dynamo_backend": "give job=Job(train=Train(compile=True))",
     "fp8_backend": "precision=fp8 needs a job",
+    "deepspeed_plugins": "give job=Job(parallel=Parallel(dp_shard=-1, zero=2)), or convert the config: weft convert",
+    "dynamo_plugin": "give job=Job(train=Train(compile=True))",
     "rng_types": "loaders with shuffle=True have the same order on all ranks",
-    "dispatch_batches": "every rank reads its own batches",
 }
 """Arguments of Accelerate's Accelerator that are refused, and what to use instead."""
+STATE_FILE = "state.json"
+"""What save_state writes where no model is trained."""
 
 
-class Accelerator:
+class Accelerator(Ranks):
     """Runs a loop written for Accelerate. `job` (a Job, a file or a recipe) chooses layout, precision and
     communication; without one the model is replicated."""
 
@@ -48,63 +58,85 @@ class Accelerator:
         self, device_placement: bool = True, split_batches: bool = False, mixed_precision: str | None = None,
         gradient_accumulation_steps: int = 1, cpu: bool = False, project_dir: str | Path | None = None,
         even_batches: bool = True, step_scheduler_with_optimizer: bool = True, job: Job | str | None = None,
-        **others: Any,
+        dataloader_config: DataLoaderConfiguration | None = None, gradient_accumulation_plugin: Any = None,
+        project_config: Any = None, log_with: Any = None, kwargs_handlers: list[Any] | None = None,
+        dispatch_batches: bool | None = None, **others: Any,
     ):  # fmt: skip
         for name, value in others.items():
             if name not in NOT_SUPPORTED:
                 raise JobError(f"Accelerator has no argument {name!r}; docs/your-own-code.md lists them")
             if value not in (None, [], "no"):
                 raise JobError(f"Accelerator({name}=…) is not supported; {NOT_SUPPORTED[name]}")
+        mixed_precision = getattr(mixed_precision, "value", mixed_precision)
         if mixed_precision not in PRECISIONS:
             raise JobError(f"mixed_precision={mixed_precision!r} is not supported; use no, bf16 or fp16")
-        if not even_batches:
-            raise JobError("even_batches=False is not supported: ranks with fewer batches would be waited for")
         described = load_job(job) if isinstance(job, str) else job or Job(precision="fp32")
         if mixed_precision is not None:
             described = described.model_copy(update={"precision": PRECISIONS[mixed_precision]})
         if cpu:
             described = described.model_copy(update={"cluster": described.cluster.model_copy(update={"device": "cpu"})})
-        self.job, self.split_batches, self.device_placement = described, split_batches, device_placement
+        self.kwargs_handlers = list(kwargs_handlers or ())
+        if comm := comm_of_handlers(self.kwargs_handlers):
+            described = described.model_copy(update={"comm": described.comm.model_copy(update=comm)})
+        self.job, self.device_placement = described, device_placement
+        self.dataloader_config: Any = dataloader_config or DataLoaderConfiguration(
+            split_batches, dispatch_batches, even_batches
+        )
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.gradient_accumulation_steps = gradient_accumulation_steps
-        self.project_dir = None if project_dir is None else Path(project_dir)
+        self.project_configuration: Any = project_config or ProjectConfiguration(project_dir)
+        if project_dir is not None and self.project_configuration.project_dir is None:
+            self.project_configuration.set_directories(project_dir)
+        self.log_with = chosen_trackers(log_with)
+        self.trackers: list[OwnTracker] = []
         self.plan, self.mesh = join_ranks(described)
-        self.training: SpreadTraining | None = None
+        self.state = AcceleratorState.of(self.plan, self.mesh, self.mixed_precision)
+        self.gradient_state = GradientState(
+            gradient_accumulation_plugin or GradientAccumulationPlugin(gradient_accumulation_steps)
+        )
+        self.gradient_state.begin()
+        self.trainings: list[SpreadTraining] = []
+        """The prepared models that are trained."""
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
+        self.loaders: list[RankLoader] = []
         self.objects: list[Any] = []
         """Other things that save_state saves."""
-        self.loader: RankLoader | None = None
-        self.sync_gradients, self.step, self.save_iteration = True, 0, 0
-
-    # ranks
-    @property
-    def process_index(self) -> int:
-        return self.mesh.rank
-
-    @property
-    def local_process_index(self) -> int:
-        return rank_info().local_rank
+        self.only_accumulate = False
+        """Whether the loop is inside no_sync."""
+        self.joining = False
+        """Whether ranks may run out of batches before others (join_uneven_inputs)."""
+        self.step, self.save_iteration, self.trigger = 0, int(self.project_configuration.iteration), False
+        self.save_hooks: dict[int, Any] = {}
+        self.load_hooks: dict[int, Any] = {}
 
     @property
-    def num_processes(self) -> int:
-        return self.plan.dp
+    def values(self) -> RankValues:
+        """Exchanges of values among the data-parallel ranks."""
+        values = RankValues(self.plan, self.mesh)
+        values.debug = self.state.debug
+        return values
 
     @property
-    def device(self) -> torch.device:
-        return self.mesh.device
+    def training(self) -> SpreadTraining | None:
+        """The model that is trained: the first of them."""
+        return self.trainings[0] if self.trainings else None
 
     @property
-    def is_main_process(self) -> bool:
-        return self.mesh.rank == 0
+    def sync_gradients(self) -> bool:
+        """Whether this pass is the last of its step."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.gradient_state.sync_gradients = value
 
     @property
-    def is_local_main_process(self) -> bool:
-        return self.local_process_index == 0
+    def gradient_accumulation_steps(self) -> int:
+        return self.gradient_state.num_steps
 
-    @property
-    def is_last_process(self) -> bool:
-        return self.mesh.rank == self.mesh.world - 1
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self.gradient_state.plugin.num_steps = value
 
     @property
     def mixed_precision(self) -> str:
@@ -112,26 +144,51 @@ class Accelerator:
         return "no" if precision == "fp32" else precision
 
     @property
-    def use_distributed(self) -> bool:
-        return self.mesh.world > 1
+    def split_batches(self) -> bool:
+        return bool(self.dataloader_config.split_batches)
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once on each node."""
-        if self.is_local_main_process:
-            builtins.print(*args, **kwargs)
+    @property
+    def dispatch_batches(self) -> bool | None:
+        return self.dataloader_config.dispatch_batches
 
-    def wait_for_everyone(self) -> None:
-        self.mesh.barrier()
+    @property
+    def even_batches(self) -> bool:
+        return bool(self.dataloader_config.even_batches)
 
-    @contextlib.contextmanager
-    def main_process_first(self) -> Iterator[None]:
-        if not self.is_main_process:
-            self.wait_for_everyone()
-        yield
-        if self.is_main_process:
-            self.wait_for_everyone()
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.dataloader_config.even_batches = value
 
-    local_main_process_first = main_process_first
+    @property
+    def use_seedable_sampler(self) -> bool:
+        return bool(self.dataloader_config.use_seedable_sampler)
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        return bool(getattr(self.dataloader_config, "use_stateful_dataloader", False))
+
+    @property
+    def non_blocking(self) -> bool:
+        return bool(getattr(self.dataloader_config, "non_blocking", False))
+
+    @property
+    def project_dir(self) -> Path | None:
+        folder = self.project_configuration.project_dir
+        return None if folder is None else Path(folder)
+
+    @property
+    def logging_dir(self) -> Path | None:
+        folder = self.project_configuration.logging_dir or self.project_configuration.project_dir
+        return None if folder is None else Path(folder)
+
+    @property
+    def fp8_recipe_handler(self) -> None:
+        """None: fp8 needs a job."""
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether fp16 gradients overflowed in the last step."""
+        return any(optimizer.step_was_skipped for optimizer in self.optimizers)
 
     # objects
     def prepare(self, *objects: Any) -> Any:
@@ -153,27 +210,50 @@ class Accelerator:
         found: RankLoader = self._prepare_other(loader)
         return found
 
+    def prepare_optimizer(self, optimizer: Optimizer, **options: Any) -> PreparedOptimizer:
+        return self._prepare_optimizer(optimizer)
+
+    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        prepared: PreparedScheduler = self._prepare_other(scheduler)
+        return prepared
+
     def _prepare_model(self, model: nn.Module) -> nn.Module:
+        if any(training.module is model for training in self.trainings):
+            return model
         if not any(param.requires_grad for param in model.parameters()):
             return model.to(self.device)
-        if self.training is not None:
-            raise JobError("prepare takes one model that is trained, but a second one was given")
         precision = precision_of(self.job, self.device.type == "cuda")
-        self.training = SpreadTraining(model, self.plan, self.mesh, precision, self.job.train.seed)
-        return self.training.module
+        self.trainings.append(SpreadTraining(model, self.plan, self.mesh, precision, self.job.train.seed))
+        self.trainings[-1].scale = self.trainings[0].scale
+        return self.trainings[-1].module
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
-        if self.training is None:
+        if not self.trainings:
             raise JobError("prepare the model before its optimizer, or together with it")
-        self.training.add_optimizer(optimizer)
-        self.optimizers.append(PreparedOptimizer(optimizer, self))
+        params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        owner = next((t for t in self.trainings if params.intersection(t.names)), self.trainings[0])
+        owner.add_optimizer(optimizer)
+        self.optimizers.append(PreparedOptimizer(optimizer, self, owner))
         return self.optimizers[-1]
 
     def _prepare_other(self, item: Any) -> Any:
         if isinstance(item, DataLoader):
-            return RankLoader(item, self.plan, self.mesh, self.split_batches, self.device_placement, self._begin_loader)
+            self.loaders.append(
+                RankLoader(
+                    item,
+                    self.plan,
+                    self.mesh,
+                    place=self.device_placement,
+                    began=self._begin_loader,
+                    config=self.dataloader_config,
+                    left=self._leave_loader,
+                )
+            )
+            return self.loaders[-1]
+        if isinstance(item, RankLoader | PreparedScheduler):
+            return item
         if hasattr(item, "step") and hasattr(item, "state_dict"):
             self.schedulers.append(PreparedScheduler(item, self))
             return self.schedulers[-1]
@@ -182,7 +262,12 @@ class Accelerator:
     def _begin_loader(self, loader: RankLoader) -> None:
         if self.training is None or self.training.module.training:
             self.step = 0
-        self.loader = loader
+        self.gradient_state.loaders.append(loader)
+
+    def _leave_loader(self, loader: RankLoader) -> None:
+        loaders = self.gradient_state.loaders
+        if loader in loaders:
+            loaders.remove(loader)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
         return model
@@ -199,123 +284,253 @@ class Accelerator:
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """Gradients are summed over ranks, and optimizers take a step, in every gradient_accumulation_steps-th pass and
         in the last of a data loader."""
-        self.step += 1
-        ended = self.loader is not None and self.loader.ended
-        self.sync_gradients = ended or self.step % self.gradient_accumulation_steps == 0
-        if ended:
-            self.step = 0
+        state = self.gradient_state
+        if state.sync_with_dataloader and state.end_of_dataloader:
+            self.step, self.sync_gradients = 0, True
+        else:
+            self.step += 1
+            self.sync_gradients = self.step % self.gradient_accumulation_steps == 0
         yield
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
         """Backward passes that only accumulate."""
-        before, self.sync_gradients = self.sync_gradients, False
+        before, self.only_accumulate = self.only_accumulate, True
         try:
             yield
         finally:
-            self.sync_gradients = before
+            self.only_accumulate = before
+
+    @contextlib.contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module | None = None) -> Iterator[None]:
+        """Backward passes that sum gradients, whatever is accumulated."""
+        before = self.sync_gradients, self.only_accumulate
+        self.sync_gradients, self.only_accumulate = True, False
+        try:
+            yield
+        finally:
+            self.sync_gradients, self.only_accumulate = before
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Ranks whose batches end first add gradients of zeros until all are done, and then take the weights of the
+        rank that was last. For replicas."""
+        if not self.use_distributed or self.plan.dp_shard > 1 or self.state.distributed_type.value == "FSDP":
+            kind = "one process" if not self.use_distributed else "sharded weights"
+            warnings.warn(
+                f"join_uneven_inputs has no effect for {kind}: joining is only supported for multi-GPU training with "
+                "replicas", UserWarning, stacklevel=3,
+            )  # fmt: skip
+            yield
+            return
+        before = [(loader, loader.config.even_batches) for loader in self.loaders]
+        if even_batches is not None:
+            if any(loader.streamed or loader.dispatched for loader in self.loaders):
+                warnings.warn(
+                    "even_batches of join_uneven_inputs is only supported for map-style datasets", UserWarning,
+                    stacklevel=3,
+                )  # fmt: skip
+            for loader in self.loaders:
+                loader.even_batches = even_batches
+        self.joining = True
+        try:
+            yield
+            join_the_others(self.mesh, self.plan, self.trainings)
+        finally:
+            self.joining = False
+            for loader, value in before:
+                loader.even_batches = value
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        if self.training is None:
-            raise JobError("backward needs a prepared model; call prepare first")
-        self.training.backward(loss, self.sync_gradients, self.gradient_accumulation_steps, **options)
+        """Backward of the loss over the accumulated passes. Losses of models that were not prepared are not summed over
+        ranks."""
+        steps = self.gradient_accumulation_steps
+        trainings = trained_by(loss, self.trainings)
+        if not trainings:
+            (loss / steps).backward(**options)
+            return
+        last = (self.sync_gradients or self.gradient_state.sync_each_batch) and not self.only_accumulate
+        if last and self.joining:
+            self.mesh.all_gather_json(True)
+        backward(trainings, loss, last, steps, **options)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Nothing to do: gradients are unscaled when they were summed."""
+
+    def _owners(self, parameters: Any) -> list[SpreadTraining]:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        wanted = {id(p) for p in given}
+        owners = [t for t in self.trainings if any(id(p) in wanted for p in t.module.parameters())]
+        return owners or self.trainings[:1]
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
         """Clip the norm of all gradients of the model. Returns the norm before."""
         if norm_type != 2:
             raise JobError(f"clip_grad_norm_: norm_type={norm_type} is not supported; 2 would work")
-        if not self.sync_gradients or self.training is None:
+        if not self.sync_gradients or not self.trainings:
             return None
-        return self.training.clip(max_norm)
+        parameters = list(parameters) if not isinstance(parameters, Tensor) else parameters
+        norms = [training.clip(max_norm) for training in self._owners(parameters)]
+        return norms[0] if len(norms) == 1 else torch.stack(norms).square().sum().sqrt()
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         if self.sync_gradients:
             nn.utils.clip_grad_value_(parameters, clip_value)
 
     @contextlib.contextmanager
-    def autocast(self) -> Iterator[None]:
+    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
         """The precision of the prepared model, for code outside of it."""
         kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
         with torch.autocast(self.device.type, kinds.get(self.mixed_precision), enabled=self.mixed_precision in kinds):
             yield
 
+    @contextlib.contextmanager
+    def profile(self, profile_handler: Any = None) -> Iterator[Any]:
+        """torch's profiler around the block, as ProfileKwargs describes it."""
+        handlers = [h for h in self.kwargs_handlers if type(h).__name__ == "ProfileKwargs"]
+        handler = profile_handler or (handlers[0] if handlers else None)
+        profiler = torch.profiler.profile() if handler is None else handler.build()
+        with profiler as running:
+            yield running
+        folder = getattr(handler, "output_trace_dir", None)
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            running.export_chrome_trace(str(Path(folder) / f"profile_{self.process_index}.json"))
+
     # values of all ranks
     def gather(self, value: Any) -> Any:
         """The tensors of all data-parallel ranks, one after the other along the first dimension."""
-        if isinstance(value, list | tuple):
-            return type(value)(self.gather(item) for item in value)
-        if isinstance(value, dict):
-            return {key: self.gather(item) for key, item in value.items()}
-        if not isinstance(value, Tensor) or self.plan.dp == 1:
-            return value
-        value = value.detach()[None] if value.dim() == 0 else value.detach().contiguous()
-        found = [torch.empty_like(value) for _ in range(self.mesh.world)]
-        dist.all_gather(found, value)
-        return torch.cat(found[:: self.plan.tp])
+        return self.values.gather(value)
 
     def gather_for_metrics(self, value: Any, use_gather_object: bool = False) -> Any:
-        """The same without the samples that filled up the last batch."""
-        found = self.gather(value)
-        loader = self.loader
-        if loader is None or not loader.ended or loader.remainder < 0:
-            return found
-        return _first(found, loader.remainder)
+        """The same without the samples that filled up the last batch. Values that are not tensors, or all with
+        `use_gather_object`, are gathered as lists."""
+        objects = use_gather_object or not has_tensors(value)
+        gathered = self.values.gather_object(value) if objects else self.gather(value)
+        remainder = self.gradient_state.remainder
+        if not self.gradient_state.end_of_dataloader or remainder <= 0:
+            return gathered
+        return gathered[:remainder] if objects else rows(gathered, 0, remainder)
 
     def reduce(self, value: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum or mean over data-parallel ranks."""
-        if isinstance(value, list | tuple):
-            return type(value)(self.reduce(item, reduction, scale) for item in value)
-        if isinstance(value, dict):
-            return {key: self.reduce(item, reduction, scale) for key, item in value.items()}
-        if not isinstance(value, Tensor):
-            return value
-        total = self.gather(value[None]).sum(dim=0) if self.plan.dp > 1 else value.clone()
-        return total * scale / (self.plan.dp if reduction == "mean" else 1)
+        """Sum, mean, maximum or minimum over data-parallel ranks."""
+        return self.values.reduce(value, reduction, scale)
 
     def pad_across_processes(self, value: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
         """Tensors padded along a dimension, where they have it, to the largest size of all ranks."""
-        if isinstance(value, list | tuple):
-            return type(value)(self.pad_across_processes(item, dim, pad_index, pad_first) for item in value)
-        if isinstance(value, dict):
-            return {key: self.pad_across_processes(item, dim, pad_index, pad_first) for key, item in value.items()}
-        if not isinstance(value, Tensor) or value.dim() <= dim:
-            return value
-        sizes = self.mesh.all_gather_json(value.shape[dim])
-        shape = list(value.shape)
-        shape[dim] = max(sizes) - value.shape[dim]
-        padding = value.new_full(shape, pad_index)
-        return torch.cat([padding, value] if pad_first else [value, padding], dim=dim)
+        return self.values.pad(value, dim, pad_index, pad_first)
+
+    def set_trigger(self) -> None:
+        """Let check_trigger return true on every rank."""
+        self.trigger = True
+
+    def check_trigger(self) -> bool:
+        """Whether any rank called set_trigger since the last check. Call it on every rank."""
+        triggered = any(self.mesh.all_gather_json(self.trigger))
+        self.trigger = False
+        return triggered
+
+    # trackers
+    def init_trackers(self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: Any = None) -> None:
+        """Open the trackers of log_with, on rank 0."""
+        folder = (self.logging_dir or Path(".")) / project_name
+        if self.is_main_process:
+            self.trackers = [
+                OwnTracker(kind, project_name, plain_values(config or {}), folder) for kind in self.log_with
+            ]
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker by name; on other ranks than 0, one that does nothing."""
+        for tracker in self.trackers:
+            if tracker.name == name:
+                return tracker.tracker if unwrap else tracker
+        if self.is_main_process:
+            raise JobError(f"there is no tracker {name!r}; log_with has {', '.join(self.log_with) or 'none'}")
+        return None
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
+        """Give values to the trackers."""
+        for tracker in self.trackers:
+            tracker.log(values, step)
 
     # checkpoints
     def save_state(self, output_dir: str | Path | None = None, **options: Any) -> str:
-        """Write model, optimizers and schedules as a checkpoint that every layout can load. Call it on every rank."""
-        if self.training is None:
-            raise JobError("save_state needs a prepared model; call prepare first")
-        folder = Path(output_dir) if output_dir is not None else self._own_folder()
+        """Write models, optimizers, schedules and registered objects as a checkpoint that every layout can load. Call
+        it on every rank."""
+        folder = Path(output_dir) if output_dir is not None else self._new_folder()
+        for hook in self.save_hooks.values():
+            hook([t.module for t in self.trainings], [], str(folder))
         meta = {
             "schedulers": [plain_values(s.scheduler.state_dict()) for s in self.schedulers],
             "objects": [plain_values(item.state_dict()) for item in self.objects],
+            "loaders": [loader.state_dict() for loader in self.loaders] if self.use_stateful_dataloader else [],
         }
-        self.training.save(folder, self.save_iteration, meta)
+        for number, training in enumerate(self.trainings):
+            training.save(_model_folder(folder, number), self.save_iteration, meta)
+        if not self.trainings:  # on every rank: their folders may be different ones
+            folder.mkdir(parents=True, exist_ok=True)
+            written = folder / f"{STATE_FILE}.{self.process_index}"
+            written.write_text(json.dumps({"step": self.save_iteration, **meta}), encoding="utf-8")
+            written.replace(folder / STATE_FILE)
+        self.wait_for_everyone()
         self.save_iteration += 1
+        self.project_configuration.iteration = self.save_iteration
         return str(folder)
 
     def load_state(self, input_dir: str | Path | None = None, **options: Any) -> None:
         """Load what save_state wrote, on any number of ranks."""
-        if self.training is None:
-            raise JobError("load_state needs a prepared model; call prepare first")
-        folder = Path(input_dir) if input_dir is not None else self._own_folder()
-        found = self.training.load(folder)
-        self.save_iteration = int(found["step"]) + 1
-        for scheduler, state in zip(self.schedulers, found.get("schedulers", ()), strict=False):
+        folder = Path(input_dir) if input_dir is not None else self._newest_folder()
+        for hook in self.load_hooks.values():
+            hook([t.module for t in self.trainings], str(folder))
+        saved = [training.load(_model_folder(folder, number)) for number, training in enumerate(self.trainings)]
+        if not saved:
+            file = folder / STATE_FILE
+            if not file.is_file():
+                raise JobError(f"there is no checkpoint in {folder}")
+            saved = [json.loads(file.read_text(encoding="utf-8"))]
+        self.save_iteration = int(saved[0]["step"]) + 1
+        for scheduler, state in zip(self.schedulers, saved[0].get("schedulers", ()), strict=False):
             scheduler.scheduler.load_state_dict(state)
-        for item, state in zip(self.objects, found.get("objects", ()), strict=False):
+        for item, state in zip(self.objects, saved[0].get("objects", ()), strict=False):
             item.load_state_dict(state)
+        for loader, state in zip(self.loaders, saved[0].get("loaders", ()), strict=False):
+            loader.load_state_dict(state)
 
-    def _own_folder(self) -> Path:
+    def register_save_state_pre_hook(self, hook: Any) -> Removable:
+        """Call hook(models, weights, folder) before each save_state; `weights` is empty, since files are Weft's."""
+        return Removable(self.save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: Any) -> Removable:
+        """Call hook(models, folder) before each load_state."""
+        return Removable(self.load_hooks, hook)
+
+    def _checkpoints(self) -> Path:
         if self.project_dir is None:
             raise JobError("save_state and load_state need a folder, or Accelerator(project_dir=…)")
         return self.project_dir / "checkpoints"
+
+    def _numbered(self) -> list[Path]:
+        """Folders of automatic_checkpoint_naming, the newest last."""
+        folders = [f for f in self._checkpoints().glob("checkpoint_*") if f.name.removeprefix("checkpoint_").isdigit()]
+        return sorted(folders, key=lambda f: int(f.name.removeprefix("checkpoint_")))
+
+    def _new_folder(self) -> Path:
+        """The folder of the next checkpoint; with automatic_checkpoint_naming, the oldest beyond the limit go."""
+        if not self.project_configuration.automatic_checkpoint_naming:
+            return self._checkpoints()
+        limit = self.project_configuration.total_limit
+        if limit is not None and self.is_main_process:
+            for old in self._numbered()[: max(0, len(self._numbered()) - limit + 1)]:
+                shutil.rmtree(old)
+        self.wait_for_everyone()
+        return self._checkpoints() / f"checkpoint_{self.save_iteration}"
+
+    def _newest_folder(self) -> Path:
+        if not self.project_configuration.automatic_checkpoint_naming:
+            return self._checkpoints()
+        if not self._numbered():
+            raise JobError(f"there is no checkpoint in {self._checkpoints()}")
+        return self._numbered()[-1]
 
     def get_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """The whole weights, on every rank."""
@@ -338,38 +553,83 @@ class Accelerator:
             save_file(weights, Path(save_directory) / "model.safetensors")
         self.wait_for_everyone()
 
-    def skip_first_batches(self, loader: RankLoader, num_batches: int = 0) -> RankLoader:
+    def skip_first_batches(self, loader: Any, num_batches: int = 0) -> Any:
         """The loader without its first batches, in its next pass."""
-        loader.skip = num_batches
-        return loader
+        return skip_first_batches(loader, num_batches)
 
-    def free_memory(self, *objects: Any) -> None:
-        self.training, self.optimizers, self.schedulers, self.loader = None, [], [], None
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Forget what was prepared. Returns None for each object, to be assigned to its name."""
+        self.trainings, self.optimizers, self.schedulers, self.loaders = [], [], [], []
+        self.gradient_state.begin()
+        self.step = 0
+        return [None] * len(objects)
 
-    clear = free_memory
+    def clear(self, *objects: Any) -> list[Any]:
+        """The same as free_memory."""
+        return self.free_memory(*objects)
 
     def end_training(self) -> None:
-        """Leave the process group."""
+        """Close the trackers and leave the process group."""
+        for tracker in self.trackers:
+            tracker.finish()
+        self.trackers = []
         self.mesh.close()
+        PartialState._reset_state()
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
 
     def __repr__(self) -> str:
         return f"Accelerator({json.dumps(self.plan.axes)}, {self.mixed_precision}, {self.device})"
 
 
-def _first(value: Any, count: int) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(_first(item, count) for item in value)
-    if isinstance(value, dict):
-        return {key: _first(item, count) for key, item in value.items()}
-    return value[:count] if isinstance(value, Tensor) else value
+class Removable:
+    """A registered hook; remove() ends it."""
+
+    def __init__(self, hooks: dict[int, Any], hook: Any):
+        self.hooks, self.key = hooks, id(self)
+        hooks[self.key] = hook
+
+    def remove(self) -> None:
+        self.hooks.pop(self.key, None)
 
 
-def set_seed(seed: int, **options: Any) -> None:
-    """Seed the random numbers of Python, NumPy and torch."""
+def _model_folder(folder: Path, number: int) -> Path:
+    return folder / f"model_{number}" if number else folder
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """A prepared loader without its first batches, in its next pass."""
+    if not isinstance(dataloader, RankLoader):
+        raise JobError("skip_first_batches takes a loader that prepare returned")
+    dataloader.skip = num_batches
+    return dataloader
+
+
+def prepare_data_loader(
+    dataloader: DataLoader[Any], device: Any = None, num_processes: int | None = None, process_index: int | None = None,
+    split_batches: bool = False, put_on_device: bool = False, rng_types: Any = None,
+    dispatch_batches: bool | None = None, even_batches: bool = True, slice_fn_for_dispatch: Any = None,
+    use_seedable_sampler: bool = False, data_seed: int | None = None, non_blocking: bool = False,
+    use_stateful_dataloader: bool = False, **options: Any,
+) -> RankLoader:  # fmt: skip
+    """A loader of this rank's batches, of the current ranks."""
+    state = AcceleratorState()
+    config = DataLoaderConfiguration(
+        split_batches, dispatch_batches, even_batches, use_seedable_sampler, data_seed, non_blocking,
+        use_stateful_dataloader,
+    )  # fmt: skip
+    return RankLoader(dataloader, state.plan, state.mesh, place=put_on_device, config=config)
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed the random numbers of Python, NumPy and torch; `device_specific` adds the rank."""
     import random
 
     import numpy as np
 
+    seed += PartialState().process_index if device_specific else 0
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

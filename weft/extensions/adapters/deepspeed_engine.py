@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,13 @@ from weft.extensions.adapters.training import SpreadTraining, plain_values
 from weft.extensions.convert.conversion import apply_table
 from weft.extensions.convert.deepspeed import DEEPSPEED
 from weft.extensions.convert.settings import Settings, as_number, flatten
+from weft.adapters.host_states import HostStates
+from weft.adapters.layout import join_ranks, precision_of
+from weft.adapters.rank_loader import RankLoader
+from weft.adapters.training import SpreadTraining, plain_values
+from weft.convert.conversion import apply_table
+from weft.convert.deepspeed import DEEPSPEED
+from weft.convert.settings import Settings, as_number, flatten
 from weft.hardware.rank_environment import rank_info
 from weft.job.errors import JobError
 from weft.job.schema import Job, Parallel
@@ -105,14 +113,18 @@ def settings_of(config: Mapping[str, Any] | str | Path) -> Settings:
 
 def job_of(settings: Settings, ranks: int) -> Job:
     """The job of a DeepSpeed config; what weft.initialize cannot do is refused by name."""
+    if any(key.startswith("pipeline.") for key in settings):
+        warnings.warn(
+            f"{NAME}: pipeline has no effect on a model that is not a PipelineModule, as in DeepSpeed; parallel.pp of "
+            "a job cuts a module into stages", UserWarning, stacklevel=4,
+        )  # fmt: skip
+        settings = Settings({k: v for k, v in settings.items() if not k.startswith("pipeline.")})
     found = apply_table(DEEPSPEED, settings, NAME, NAME, ranks)
     own = ("optimizer.", "scheduler.")  # the engine builds these itself
     wrong = [s for s in found.settings if s.status in ("unknown", "refused", "no counterpart")]
     if absent := [s.key for s in wrong if s.status != "no counterpart" or not s.key.startswith(own)]:
         raise JobError(f"{NAME}: {', '.join(absent)} cannot be used; weft convert shows each setting")
     job = found.job
-    if job.memory.offload != "none":
-        raise JobError(f"{NAME}: offload needs a job (weft convert, then weft train); remove offload_optimizer here")
     if job.parallel == "auto":
         job = job.model_copy(update={"parallel": Parallel(dp_replicate=-1, dp_shard=1)})
     return job
@@ -129,12 +141,14 @@ class DeepSpeedEngine(nn.Module):
         self.plan, self.mesh = join_ranks(self.job)
         self.micro_batch, self.accumulation = self._batches()
         optimizer = optimizer or self._own_optimizer(parameters if parameters is not None else model.parameters())
+        offloaded = self._offload()
         precision = precision_of(self.job, self.mesh.device.type == "cuda")
         self.training_state = SpreadTraining(model, self.plan, self.mesh, precision, self.job.train.seed)
         self.module = self.training_state.module
         self.optimizer = optimizer
         if optimizer is not None:
             self.training_state.add_optimizer(optimizer)
+        self.host_states = HostStates(optimizer, self.mesh.device) if offloaded and optimizer is not None else None
         kind = str(self.settings.get("scheduler.type", "")).lower()
         if callable(scheduler) and not hasattr(scheduler, "step"):
             scheduler = scheduler(optimizer)
@@ -149,6 +163,17 @@ class DeepSpeedEngine(nn.Module):
         self.lr_scheduler = scheduler
         self.micro_steps = self.global_steps = self.skipped_steps = 0
         self._norm: Tensor | None = None
+
+    def _offload(self) -> bool:
+        """Whether the optimizer's states live in host memory. On a CPU everything does."""
+        for part in ("offload_optimizer", "offload_param"):
+            home = str(self.settings.get(f"zero_optimization.{part}.device", "none")).lower()
+            if home == "nvme" or (home == "cpu" and part == "offload_param" and self.mesh.device.type == "cuda"):
+                raise JobError(
+                    f"{NAME}: {part}.device={home} needs a job (weft convert, then weft train); "
+                    "offload_optimizer.device=cpu would work here"
+                )
+        return self.job.memory.offload in ("states", "all") and self.mesh.device.type == "cuda"
 
     def _batches(self) -> tuple[int, int]:
         """Batch of a device and accumulated passes: each follows from the other two of DeepSpeed's sizes."""
@@ -206,7 +231,7 @@ class DeepSpeedEngine(nn.Module):
                 raise JobError(f"{NAME}: step needs an optimizer; give one, or optimizer.type in the config")
             state, clip = self.training_state, self.job.optim.clip
             self._norm = state.clip(clip) if clip else state.norm()
-            taken = state.step(self.optimizer.step)
+            taken = state.step(self.optimizer.step if self.host_states is None else self.host_states.step)
             state.zero_grad()
             self.skipped_steps += not taken
             self.global_steps += 1
@@ -313,7 +338,8 @@ def initialize(
     """The engine of a model, its optimizer, its data loader and its schedule, from a DeepSpeed config."""
     if model is None:
         raise JobError("initialize needs model=…, an nn.Module")
-    if others := {k: v for k, v in others.items() if v is not None and k != "dist_init_required"}:
+    without_effect = ("dist_init_required", "distributed_port")
+    if others := {k: v for k, v in others.items() if v is not None and k not in without_effect}:
         raise JobError(
             f"initialize({next(iter(others))}=…) is not supported; docs/your-own-code.md lists the arguments"
         )
@@ -323,6 +349,21 @@ def initialize(
     engine = DeepSpeedEngine(model, optimizer, model_parameters, lr_scheduler, config)
     loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
     return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+class NotHere:
+    """A part of DeepSpeed that Weft does not have. It can be imported; what is called is refused by name."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __getattr__(self, name: str) -> NotHere:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return NotHere(f"{self._name}.{name}")
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        raise JobError(f"{self._name} is not supported; docs/your-own-code.md lists what is")
 
 
 def init_distributed(dist_backend: str | None = None, **options: Any) -> None:

@@ -13,12 +13,12 @@ from weft.job.errors import JobError
 
 HANDLED = (
     "adam_*", "bf16", "data_seed", "dataloader_drop_last", "disable_tqdm", "eval_delay", "eval_do_concat_batches",
-    "eval_on_start", "eval_steps", "eval_strategy", "fp16", "gradient_accumulation_steps", "gradient_checkpointing",
-    "greater_is_better", "label_names", "learning_rate", "load_best_model_at_end", "logging_first_step",
-    "logging_steps", "logging_strategy", "lr_scheduler_kwargs*", "lr_scheduler_type", "max_grad_norm", "max_steps",
-    "metric_for_best_model", "num_train_epochs", "optim", "output_dir", "per_device_eval_batch_size",
-    "per_device_train_batch_size", "prediction_loss_only", "remove_unused_columns", "save_steps", "save_strategy",
-    "seed", "use_cpu", "warmup_*", "weight_decay",
+    "eval_on_start", "eval_steps", "eval_strategy", "fp16", "generation_*", "gradient_accumulation_steps",
+    "gradient_checkpointing", "greater_is_better", "label_names", "learning_rate", "load_best_model_at_end",
+    "logging_first_step", "logging_steps", "logging_strategy", "lr_scheduler_kwargs*", "lr_scheduler_type",
+    "max_grad_norm", "max_steps", "metric_for_best_model", "num_train_epochs", "optim", "output_dir",
+    "per_device_eval_batch_size", "per_device_train_batch_size", "predict_with_generate", "prediction_loss_only",
+    "remove_unused_columns", "save_steps", "save_strategy", "seed", "use_cpu", "warmup_*", "weight_decay",
 )  # fmt: skip
 """Fields that WeftTrainer uses, whatever a job can hold."""
 WITHOUT_EFFECT = ("ddp_timeout", "do_predict", "log_level*", "no_cuda", "optim_args", "run_name", "save_total_limit")

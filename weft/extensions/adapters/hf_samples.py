@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def default_collator(processing_class: Any) -> Any:
@@ -30,6 +30,20 @@ def predicts_next_token(model: Any) -> bool:
 
     decoder = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     return decoder and LOSS_MAPPING.get(getattr(model, "loss_type", "")) is ForCausalLMLoss
+
+
+def uses(loss: Tensor, value: Tensor) -> bool:
+    """Whether a loss is computed from a value that requires gradients."""
+    nodes, seen = [loss.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if getattr(node, "variable", None) is value:
+            return True
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+    return False
 
 
 def groups(loader: Any, size: int) -> Iterator[list[Any]]:

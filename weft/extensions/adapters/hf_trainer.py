@@ -17,6 +17,10 @@ from weft.extensions.adapters.accelerator import Accelerator, set_seed
 from weft.extensions.adapters.hf_arguments import check_arguments, make_optimizer
 from weft.extensions.adapters.hf_evaluation import Evaluated, evaluate_batches
 from weft.extensions.adapters.hf_samples import default_collator, groups, predicts_next_token, used_columns
+from weft.adapters.accelerator import Accelerator, set_seed
+from weft.adapters.hf_arguments import check_arguments, make_optimizer
+from weft.adapters.hf_evaluation import evaluate_batches, predicted
+from weft.adapters.hf_samples import default_collator, groups, predicts_next_token, used_columns, uses
 from weft.job.errors import JobError
 from weft.job.load import load_job
 from weft.job.schema import Job
@@ -66,6 +70,8 @@ class WeftTrainer:
             p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values()
         )
         self._shifts_labels = predicts_next_token(model)
+        self._divides_by_items: bool | None = None
+        """Whether the model divides its loss by num_items_in_batch, once a loss showed it."""
         self._unlogged: list[float] = []  # losses of the steps since the last log
         enable: Any = getattr(model, "gradient_checkpointing_enable", None)
         if args.gradient_checkpointing and enable is not None:
@@ -210,16 +216,17 @@ class WeftTrainer:
         their number, else over batches."""
         accelerator, args, dp = self.accelerator, self.args, self.accelerator.num_processes
         items: Tensor | None = None
-        if self._counts_items and all("labels" in batch for batch in batches):
+        if self._counts_items and self._divides_by_items is not False and all("labels" in batch for batch in batches):
             mine = sum(int(self._count_targets(batch)) for batch in batches)
             items = accelerator.reduce(torch.tensor(float(mine), device=accelerator.device))
+            items.requires_grad_(self._divides_by_items is None)
         total = torch.zeros((), device=accelerator.device)
         for i, batch in enumerate(batches):
             accelerator.sync_gradients = i == len(batches) - 1
-            extra = {} if items is None else {"num_items_in_batch": items}
-            outputs = self.model(**batch, **extra)
-            loss = outputs["loss"] if isinstance(outputs, dict) else outputs.loss
-            loss = loss / len(batches) if items is None else loss * dp
+            loss = self.compute_loss(self.model, batch, num_items_in_batch=items)
+            if items is not None and self._divides_by_items is None:
+                self._divides_by_items = uses(loss, items)
+            loss = loss * dp if items is not None and self._divides_by_items else loss / len(batches)
             accelerator.backward(loss)
             total += loss.detach()
             if i < len(batches) - 1:
@@ -283,46 +290,114 @@ class WeftTrainer:
             self.accelerator.print(json.dumps(record))
         self._call("on_log", logs=record)
 
-    def _evaluated(self, dataset: Any, prefix: str, loss_only: bool) -> tuple[Evaluated, dict[str, Any]]:
-        from transformers.trainer_utils import EvalPrediction, denumpify_detensorize, speed_metrics
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | None = None
+    ) -> Any:
+        """The loss that the model returns. A subclass may compute another."""
+        counted = self._counts_items and num_items_in_batch is not None
+        outputs = model(**inputs, **({"num_items_in_batch": num_items_in_batch} if counted else {}))
+        if isinstance(outputs, dict) and "loss" not in outputs:
+            raise JobError(f"the model returned no loss, but {', '.join(outputs)}; its inputs were {', '.join(inputs)}")
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        return (loss, outputs) if return_outputs else loss
 
-        self._prepare(0)
-        loader, _ = self._loader(dataset, self.args.per_device_eval_batch_size, shuffled=False)
-        self.callback_handler.eval_dataloader, started = loader, time.time()
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """The loss, outputs and labels of a batch, in evaluation. A subclass may compute others."""
 
-        def loss_arguments(batch: Any) -> dict[str, Any]:
-            counted = self._counts_items and "labels" in batch  # as transformers divides the loss
-            return {"num_items_in_batch": self._count_targets(batch)} if counted else {}
+        def loss_of(batch: Any) -> tuple[Tensor, Any]:
+            counted = self._counts_items and "labels" in batch
+            items = self._count_targets(batch) if counted else None  # as transformers divides the loss
+            found: tuple[Tensor, Any] = self.compute_loss(model, batch, True, num_items_in_batch=items)
+            return found
 
-        found = evaluate_batches(
-            self.accelerator, self.model, loader, self.label_names, loss_arguments, loss_only,
-            self.preprocess_logits_for_metrics, self.args.eval_do_concat_batches,
-        )  # fmt: skip
-        metrics: dict[str, Any] = {}
-        if not loss_only and self.compute_metrics is not None and found.labels is not None:
-            metrics = denumpify_detensorize(self.compute_metrics(EvalPrediction(found.predictions, found.labels)))
-        named = {name if name.startswith(prefix) else f"{prefix}_{name}": value for name, value in metrics.items()}
-        loss = {} if found.loss is None else {f"{prefix}_loss": found.loss}
-        return found, {**loss, **named, **speed_metrics(prefix, started, len(dataset), len(loader))}
+        return predicted(model, inputs, self.label_names, loss_of, prediction_loss_only, ignore_keys)
 
-    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, Any]:
-        """The mean loss over the batches of the evaluation data, and what compute_metrics makes of the predictions."""
-        dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
+    def get_train_dataloader(self) -> Any:
+        """This rank's batches of the training data."""
+        return self._loader(self.train_dataset, self.args.per_device_train_batch_size, shuffled=True)[0]
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """This rank's batches of the evaluation data, or of one of its datasets by name."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
         if dataset is None:
             raise JobError("evaluate needs eval_dataset=…")
-        loss_only = self.compute_metrics is None or self.args.prediction_loss_only
-        _, metrics = self._evaluated(dataset, metric_key_prefix, loss_only)
+        return self._loader(dataset, self.args.per_device_eval_batch_size, shuffled=False)[0]
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """This rank's batches of other data."""
+        return self.get_eval_dataloader(test_dataset)
+
+    def num_examples(self, dataloader: Any) -> int:
+        return len(dataloader.dataset)
+
+    def evaluation_loop(
+        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
+    ) -> Any:  # fmt: skip
+        """One pass over a loader: predictions, labels, metrics and the number of samples, as EvalLoopOutput."""
+        from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
+
+        self._prepare(0)
+        self.callback_handler.eval_dataloader = dataloader
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        found = evaluate_batches(
+            self.accelerator, dataloader,
+            lambda batch: self.prediction_step(self.model, batch, loss_only, ignore_keys),
+            loss_only, self.preprocess_logits_for_metrics, self.args.eval_do_concat_batches,
+        )  # fmt: skip
+        metrics: dict[str, Any] = {}
+        if self.compute_metrics is not None and found.predictions is not None and found.labels is not None:
+            metrics = denumpify_detensorize(self.compute_metrics(EvalPrediction(found.predictions, found.labels)))
+        prefix = metric_key_prefix
+        named = {name if name.startswith(prefix) else f"{prefix}_{name}": value for name, value in metrics.items()}
+        loss = {} if found.loss is None else {f"{prefix}_loss": found.loss}
+        return EvalLoopOutput(found.predictions, found.labels, {**loss, **named}, found.samples)
+
+    def _evaluated(self, dataset: Any, prefix: str, loss_only: bool | None, ignore_keys: Any) -> Any:
+        from transformers.trainer_utils import speed_metrics
+
+        self._prepare(0)
+        loader, started = self.get_eval_dataloader(dataset), time.time()
+        found = self.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, prefix)
+        found.metrics.update(speed_metrics(prefix, started, found.num_samples, len(loader)))
+        return found
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, Any]:
+        """The mean loss over the batches of the evaluation data, and what compute_metrics makes of the predictions. Of
+        several datasets, by name, those of each."""
+        dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
+        if isinstance(dataset, dict):
+            parts = {k: self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{k}") for k, part in dataset.items()}
+            return {name: value for metrics in parts.values() for name, value in metrics.items()}
+        found = self._evaluated(dataset, metric_key_prefix, True if self.compute_metrics is None else None, ignore_keys)
+        metrics: dict[str, Any] = found.metrics
         self.log(metrics)
         self._call("on_evaluate", metrics=metrics)
         return metrics
 
-    def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> Any:
+    def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
         """Predictions, labels and metrics of a dataset, as PredictionOutput of transformers."""
         from transformers.trainer_utils import PredictionOutput
 
-        found, metrics = self._evaluated(test_dataset, metric_key_prefix, loss_only=False)
-        self._call("on_predict", metrics=metrics)
-        return PredictionOutput(found.predictions, found.labels, metrics)
+        found = self._evaluated(test_dataset, metric_key_prefix, False, ignore_keys)
+        self._call("on_predict", metrics=found.metrics)
+        return PredictionOutput(found.predictions, found.label_ids, found.metrics)
+
+    def create_model_card(self, **facts: Any) -> None:
+        """Write OUTPUT_DIR/README.md as transformers does."""
+        from transformers import Trainer
+
+        Trainer.create_model_card(self, **facts)
+
+    def push_to_hub(self, *args: Any, **options: Any) -> None:
+        """Refused: nothing is uploaded."""
+        raise JobError("push_to_hub is not supported; upload OUTPUT_DIR with `hf upload` after save_model")
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """Print metrics as transformers does."""

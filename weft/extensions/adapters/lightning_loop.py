@@ -240,12 +240,17 @@ def check_module(module: Any) -> None:
 
 
 def fit(
-    module: Any, datamodule: Any = None, job: Job | str | None = None, *, train_dataloaders: Any = None,
+    module: Any, datamodule: Any = None, job: Any = None, *, train_dataloaders: Any = None,
     val_dataloaders: Any = None, callbacks: list[Any] | None = None, max_epochs: int | None = None,
     max_steps: int | None = None, ckpt_path: str | Path | None = None,
 ) -> Loops:  # fmt: skip
-    """Train a LightningModule. `job` gives layout, precision, train.steps, train.accumulation, optim.clip and
+    """Train a LightningModule. A data loader in the place of `datamodule` is that of training, as Trainer.fit takes it,
+    and one after it that of validation. `job` gives layout, precision, train.steps, train.accumulation, optim.clip and
     checkpoint.every; returns the loops with losses and metrics."""
+    if isinstance(datamodule, DataLoader):
+        datamodule, train_dataloaders = None, datamodule
+        if isinstance(job, DataLoader):
+            job, val_dataloaders = None, job
     described = load_job(job) if isinstance(job, str) else job or Job(precision="fp32", name="lightning")
     check_module(module)
     known = known_callbacks([*(callbacks or ())])

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from weft.extensions.adapters.layout import join_ranks, precision_of
 from weft.extensions.adapters.training import SpreadTraining
+from weft.adapters.layout import join_ranks, precision_of
+from weft.adapters.training import SpreadTraining
+from weft.adapters.whole_weights import load_whole, spread_state
 from weft.job.errors import JobError
-from weft.job.schema import Job
+from weft.job.schema import Job, Parallel
+
+
+def lightning_package() -> str:
+    """lightning.pytorch, or pytorch_lightning where only that is imported or installed."""
+    other = "pytorch_lightning"
+    if "lightning" not in sys.modules and other in sys.modules:
+        return other
+    alone = importlib.util.find_spec("lightning") is None and importlib.util.find_spec(other) is not None
+    return other if alone else "lightning.pytorch"
+
+
+PACKAGE = lightning_package()
+Precision: Any = importlib.import_module(f"{PACKAGE}.plugins.precision").Precision
+DDPStrategy: Any = importlib.import_module(f"{PACKAGE}.strategies").DDPStrategy
+TrainerFn: Any = importlib.import_module(f"{PACKAGE}.trainer.states").TrainerFn
+LightningTrainer: Any = importlib.import_module(PACKAGE).Trainer
 
 
 class SpreadPrecision(Precision):
@@ -81,7 +100,11 @@ class WeftStrategy(DDPStrategy):
 
     def setup(self, trainer: Any) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
-            super().setup(trainer)
+            if any(isinstance(param, DTensor) for param in self.lightning_module.parameters()):
+                self.accelerator.setup(trainer)  # spread by fit
+                self.model_to_device()
+            else:
+                super().setup(trainer)
             return
         if not self.lightning_module.automatic_optimization:
             raise JobError("WeftStrategy has no manual optimization; weft.accelerate.Accelerator takes such a loop")
@@ -113,6 +136,12 @@ class WeftStrategy(DDPStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._as_forward("validation_step", *args, **kwargs)
 
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._as_forward("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._as_forward("predict_step", *args, **kwargs)
+
     def _as_forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the module as its forward, so that hooks of the root module apply to it."""
         module, before = self.lightning_module, self.lightning_module.forward
@@ -138,9 +167,38 @@ class WeftStrategy(DDPStrategy):
         return {**found, "state": state}
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        if self.plugin.training is not None and self.plugin.training.plan.dp_shard > 1:
-            raise JobError("WeftStrategy loads ckpt_path into replicas only; weft.lightning.fit loads it in any layout")
-        super().load_model_state_dict(checkpoint, strict)
+        """Load whole weights into any layout."""
+        load_whole(self.lightning_module, checkpoint["state_dict"], strict)
+        if self.plugin.training is not None:
+            self.plugin.training.model.refresh()
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Load whole optimizer states into any layout."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(spread_state(optimizer, state))
+
+
+ZERO = {"fsdp": 3, "deepspeed": 2, "deepspeed_stage_1": 1, "deepspeed_stage_2": 2, "deepspeed_stage_3": 3}
+"""ZeRO stages of strategies by name."""
+REPLICAS = ("auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false")
+PRECISIONS = {"32": "fp32", "32-true": "fp32", "bf16": "bf16", "bf16-mixed": "bf16"}
+
+
+class Trainer(LightningTrainer):
+    """Lightning's Trainer with WeftStrategy in the place of ddp, fsdp and deepspeed_stage_1 to 3."""
+
+    def __init__(self, *args: Any, strategy: Any = "auto", precision: Any = None, **options: Any):
+        if isinstance(strategy, str):
+            if strategy not in REPLICAS and strategy not in ZERO:
+                raise JobError(f"strategy={strategy!r} is not supported; {', '.join((*REPLICAS, *ZERO))} would work")
+            if str(precision or "32") not in PRECISIONS:
+                raise JobError(f"precision={precision!r} is not supported; {', '.join(PRECISIONS)} would work")
+            job = Job(precision=PRECISIONS[str(precision or "32")])
+            if strategy in ZERO:
+                layout = Parallel(dp_replicate=1, dp_shard=-1, zero=ZERO[strategy])
+                job = job.model_copy(update={"parallel": layout})
+            strategy, precision = WeftStrategy(job), None
+        super().__init__(*args, strategy=strategy, precision=precision, **options)
 
 
 def _whole(value: Any) -> Any:

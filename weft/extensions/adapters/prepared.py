@@ -12,14 +12,16 @@ from weft.job.errors import JobError
 
 if TYPE_CHECKING:
     from weft.extensions.adapters.accelerator import Accelerator
+    from weft.adapters.accelerator import Accelerator
+    from weft.adapters.training import SpreadTraining
 
 
 class PreparedOptimizer(OptimizerWrapper):
     """An optimizer that takes a step where gradients were summed, and none while they are accumulated."""
 
-    def __init__(self, optimizer: Optimizer, accelerator: Accelerator):
+    def __init__(self, optimizer: Optimizer, accelerator: Accelerator, training: SpreadTraining):
         super().__init__(optimizer)
-        self.accelerator, self.step_was_skipped = accelerator, False
+        self.accelerator, self.training, self.step_was_skipped = accelerator, training, False
 
     def add_param_group(self, param_group: Any) -> None:
         raise JobError("a prepared optimizer takes no more parameters; add the group before prepare")
@@ -27,20 +29,31 @@ class PreparedOptimizer(OptimizerWrapper):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         if closure is not None:
             raise JobError("a prepared optimizer takes no closure; call backward before step")
-        if self.accelerator.sync_gradients:
-            training = self.accelerator.training
-            assert training is not None
-            self.step_was_skipped = not training.step(self.optimizer.step)
+        if not self.accelerator.sync_gradients:
+            return
+        training = self.training
+        if not training.complete and any(p.grad is not None for p in training.model.grad_params.values()):
+            if self.accelerator.only_accumulate:
+                training.close_alone()
+            elif training.plan.dp > 1 and not training.begun:
+                raise JobError(
+                    "gradients were not summed over ranks: call accelerator.backward(loss), not loss.backward()"
+                )
+        self.step_was_skipped = not training.step(self.optimizer.step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self.accelerator.sync_gradients and self.accelerator.training is not None:
-            self.accelerator.training.zero_grad()
+        if self.accelerator.sync_gradients:
+            self.training.zero_grad()
 
     def train(self) -> None:
-        """Nothing to change."""
+        """Set an optimizer that has modes, such as a schedule-free one, to training."""
+        if callable(mode := getattr(self.optimizer, "train", None)):
+            mode()
 
     def eval(self) -> None:
-        """Nothing to change."""
+        """Set an optimizer that has modes to evaluation."""
+        if callable(mode := getattr(self.optimizer, "eval", None)):
+            mode()
 
     def __repr__(self) -> str:
         return f"PreparedOptimizer({self.optimizer!r})"

@@ -22,6 +22,8 @@ from weft.parallel.spread_model import SpreadModel
 from weft.planner.plan import Plan
 from weft.precision import LossScale
 
+MARK = "weft"
+"""The key of a graph node's metadata that says which model's output it is."""
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -70,6 +72,10 @@ class SpreadTraining:
         self.begun = self.complete = False
         self.overflowed = False
         """Whether the gradients of the last step with a loss scale are beyond fp16."""
+        self.summed: dict[str, Tensor] = {}
+        """Gradients of earlier passes of this step that summed over ranks."""
+        self.mark = object()
+        self.module.register_forward_hook(functools.partial(_mark_outputs, self.mark))
         if precision in AUTOCAST:
             self.module.forward = self._autocast(self.module.forward)
 
@@ -99,25 +105,46 @@ class SpreadTraining:
 
     def backward(self, loss: Tensor, last: bool = True, divide: float = 1.0, **options: Any) -> None:
         """Backward of loss / divide; the last pass of a step also sums gradients over ranks."""
-        if self.complete:
-            raise JobError(
-                "backward was called again after the gradients of this step were summed; add the losses, or mark all "
-                "passes but the last as accumulated"
-            )
-        factor = self.scale.value / (self.plan.dp * divide)
+        backward([self], loss, last, divide, **options)
+
+    def open(self, factor: float, last: bool) -> None:
+        """Call before a backward pass of a loss times `factor`. After a pass that summed gradients, those are kept,
+        and the gradients of the next such pass are added to them."""
+        if self.complete and self.mesh.world == 1 and not self.scale.dynamic:
+            self.complete = False  # autograd adds to the gradients
+        elif self.complete:
+            gradients = {n: p.grad for n, p in self.model.grad_params.items() if p.grad is not None}
+            summed = {n: g.clone() for n, g in gradients.items()}
+            self.zero_grad()
+            self.summed = summed
         if not self.begun:
             self.model.begin(factor)
             self.begun = True
         self.model.microbatch(last)
-        (loss * factor).backward(**options)
-        if last:
-            self.model.finish()
-            if self.scale.dynamic:
-                self.overflowed = not bool(grad_norm(self.model.counted, self.mesh, limit=self.scale.limit).isfinite())
-                scale_grads(
-                    self.model.grad_params.values(), torch.tensor(1 / self.scale.value, device=self.mesh.device)
-                )
-            self.complete = True
+
+    def close(self) -> None:
+        """Sum the gradients over ranks, after the last backward pass."""
+        self.model.finish()
+        if self.scale.dynamic:
+            finite = bool(grad_norm(self.model.counted, self.mesh, limit=self.scale.limit).isfinite())
+            self.overflowed = not finite or (bool(self.summed) and self.overflowed)
+        self._unscale(1.0)
+        for name, gradient in self.summed.items():
+            self.model.grad_params[name].grad.add_(gradient)  # type: ignore[union-attr]
+        self.summed = {}
+        self.complete = True
+
+    def _unscale(self, factor: float) -> None:
+        if self.scale.dynamic or factor != 1.0:
+            gradients = [p for p in self.model.grad_params.values() if p.grad is not None]
+            scale_grads(gradients, torch.tensor(factor / self.scale.value, device=self.mesh.device))
+
+    def close_alone(self) -> None:
+        """Take this rank's own gradients as those of the step: its replica then differs from the others."""
+        if self.plan.dp_shard > 1 or self.plan.tp > 1:
+            raise JobError("steps inside no_sync need whole replicas, but parallel shards the weights; dp_replicate=-1")
+        self._unscale(self.plan.dp)
+        self.complete = True
 
     def norm(self) -> Tensor:
         """The 2-norm of all gradients, the same on every rank."""
@@ -143,6 +170,7 @@ class SpreadTraining:
         """Begin a new step."""
         self.model.zero_grad()
         self.begun = self.complete = False
+        self.summed = {}
 
     @contextlib.contextmanager
     def evaluation(self) -> Any:
@@ -190,6 +218,54 @@ class SpreadTraining:
             self.scale.restore(found["loss_scale"])
         self.model.refresh()
         return found
+
+
+def _mark_outputs(mark: object, module: nn.Module, args: Any, output: Any) -> None:
+    """Note in the graph of a model's outputs whose they are."""
+    if isinstance(output, Tensor):
+        if output.grad_fn is not None:
+            node: Any = output.grad_fn
+            node.metadata[MARK] = mark
+    elif isinstance(output, list | tuple):
+        for item in output:
+            _mark_outputs(mark, module, args, item)
+    elif hasattr(output, "values") and hasattr(output, "keys"):
+        for item in output.values():
+            _mark_outputs(mark, module, args, item)
+
+
+def trained_by(loss: Tensor, trainings: list[SpreadTraining]) -> list[SpreadTraining]:
+    """The models whose outputs or weights a loss is computed from."""
+    reached: set[int] = set()
+    owners = {id(p): t for t in trainings for p in t.module.parameters()}
+    marks = {id(t.mark): t for t in trainings}
+    nodes, seen = list[Any]([loss.grad_fn]), set[Any]()
+    while nodes and len(reached) < len(trainings):
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        training = marks.get(id(node.metadata.get(MARK))) or owners.get(id(getattr(node, "variable", None)))
+        if training is not None:
+            reached.add(id(training))
+        nodes += [following for following, _ in node.next_functions]
+    if not reached and any(training.plan.dp_shard > 1 for training in trainings):
+        return trainings  # gathered weights are not the model's own, and outputs of other types are not marked
+    return [training for training in trainings if id(training) in reached]
+
+
+def backward(
+    trainings: list[SpreadTraining], loss: Tensor, last: bool = True, divide: float = 1.0, **options: Any
+) -> None:
+    """Backward of loss / divide through models on the same ranks; the last pass of a step sums their gradients."""
+    first = trainings[0]
+    factor = first.scale.value / (first.plan.dp * divide)
+    for training in trainings:
+        training.open(factor, last)
+    (loss * factor).backward(**options)
+    if last:
+        for training in trainings:
+            training.close()
 
 
 def create_state(optimizer: Optimizer) -> None:
