@@ -1,7 +1,7 @@
 """For loops written for Hugging Face Accelerate: `from weft.accelerate import Accelerator`."""
 
-from weft.adapters.accelerate_helpers import LocalSGD, find_executable_batch_size, get_logger
-from weft.adapters.accelerate_settings import (
+from weft.extensions.adapters.accelerate_helpers import LocalSGD, find_executable_batch_size, get_logger
+from weft.extensions.adapters.accelerate_settings import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     DistributedType,
@@ -9,7 +9,7 @@ from weft.adapters.accelerate_settings import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
 )
-from weft.adapters.accelerate_state import (
+from weft.extensions.adapters.accelerate_state import (
     AcceleratorState,
     GradientState,
     PartialState,
@@ -23,9 +23,9 @@ from weft.adapters.accelerate_state import (
     synchronize_rng_states,
     wait_for_everyone,
 )
-from weft.adapters.accelerator import Accelerator, prepare_data_loader, set_seed, skip_first_batches
-from weft.adapters.rank_loader import SeedableRandomSampler
-from weft.adapters.rank_values import DistributedOperationException
+from weft.extensions.adapters.accelerator import Accelerator, prepare_data_loader, set_seed, skip_first_batches
+from weft.extensions.adapters.rank_loader import SeedableRandomSampler
+from weft.extensions.adapters.rank_values import DistributedOperationException
 
 __all__ = [
     "Accelerator",

@@ -1,7 +1,7 @@
 """For scripts written for DeepSpeed: `import weft.deepspeed as deepspeed`."""
 
-from weft.adapters.deepspeed_accelerator import get_accelerator
-from weft.adapters.deepspeed_engine import (
+from weft.extensions.adapters.deepspeed_accelerator import get_accelerator
+from weft.extensions.adapters.deepspeed_engine import (
     DeepSpeedEngine,
     NotHere,
     add_config_arguments,

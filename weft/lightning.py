@@ -16,7 +16,7 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        strategy = importlib.import_module("weft.adapters.lightning_strategy")
+        strategy = importlib.import_module("weft.extensions.adapters.lightning_strategy")
     except ImportError as error:
         if name not in ("WeftStrategy", "Trainer"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None

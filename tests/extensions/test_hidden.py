@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,14 @@ def test_the_core_alone_trains_and_proves(tmp_path: Path) -> None:
     assert len((tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()) == 2
     proof = json.loads(run_weft(environment, tmp_path, "prove", "tiny", *small, "-l", "ddp2", "--steps", "1", "--json"))
     assert proof["same"] is True
+
+
+def required_by(path: Path) -> tuple[str, ...]:
+    """The extensions that the extension of this file says it needs."""
+    parts = path.relative_to(ROOT).parts
+    if len(parts) < 3 or parts[0] != "extensions":
+        return ()
+    return getattr(import_module(f"{PACKAGE}.{parts[1]}"), "REQUIRES", ())
 
 
 @pytest.mark.parametrize("name", folder_names())

@@ -15,11 +15,7 @@ from weft.extensions.adapters.accelerator import Accelerator
 from weft.extensions.adapters.deepspeed_accelerator import get_accelerator
 from weft.extensions.adapters.deepspeed_engine import initialize
 from weft.extensions.adapters.lightning_loop import fit
-from weft.adapters.accelerator import Accelerator
-from weft.adapters.deepspeed_accelerator import get_accelerator
-from weft.adapters.deepspeed_engine import initialize
-from weft.adapters.lightning_loop import fit
-from weft.adapters.whole_weights import load_whole, spread_state
+from weft.extensions.adapters.whole_weights import load_whole, spread_state
 from weft.job.errors import JobError
 from weft.job.schema import Job, Optim, Parallel
 

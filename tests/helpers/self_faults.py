@@ -78,7 +78,7 @@ def _stop_fork_server(device: torch.device) -> None:
 
 
 def _add_actions() -> None:
-    from weft.chaos.rank_faults import ACTIONS
+    from weft.extensions.chaos.rank_faults import ACTIONS
 
     ACTIONS |= {"kill": _send(signal.SIGKILL), "stop": _send(signal.SIGSTOP)}
     ACTIONS |= {"supervisor": _send_to_supervisor(signal.SIGKILL)}
@@ -96,8 +96,8 @@ class FaultyConnection(supervised_rank.SupervisedRank):
         import torch
 
         from weft import mesh
-        from weft.chaos.rank_faults import ACTIONS, VARIABLE, Orders
         from weft.comm.rendezvous import await_all
+        from weft.extensions.chaos.rank_faults import ACTIONS, VARIABLE, Orders
 
         _add_actions()
         orders = Orders(Path(os.environ[VARIABLE]), attempt.rank_of(self.slot) or 0)
@@ -115,8 +115,7 @@ class FaultyConnection(supervised_rank.SupervisedRank):
 
 def inject(session: Session) -> None:
     """Add the faults of the orders to this session. Those of the phase "evaluation" count the step after it."""
-    from weft.extensions.chaos.rank_faults import ACTIONS, VARIABLE, FaultyStepper, arm
-    from weft.chaos.rank_faults import VARIABLE, FaultyStepper, arm
+    from weft.extensions.chaos.rank_faults import VARIABLE, FaultyStepper, arm
 
     _add_actions()
     if "WEFT_MEMORY" in os.environ:

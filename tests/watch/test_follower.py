@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from weft.extensions.trackers.adapter import TrackedRun, TrackedStep
 from weft.job.errors import MachineError
 from weft.job.load import dump_yaml, load_job
 from weft.job.run_folder import RunDir
@@ -15,6 +14,7 @@ from weft.job.schema import Job
 from weft.job.watch import TRACKERS, TrackerKind, Watch
 from weft.watch import follower
 from weft.watch.journal import Journal, read_jsonl
+from weft.watch.tracker_adapter import TrackedRun, TrackedStep
 
 
 class Recorder:

@@ -46,9 +46,7 @@ from weft.training.state import State, meta_problem
 from weft.training.step import Stepper
 from weft.training.step_observers import StepObservers
 from weft.watch import logs
-from weft.watch.journal import Journal
 from weft.watch.journal import Journal, read_metrics
-from weft.watch.traces.tracer import StepTracer, TraceRequest
 from weft.wire.tunnel import open_tunnel
 
 

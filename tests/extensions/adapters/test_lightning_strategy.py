@@ -35,9 +35,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, package: str) -> Any:
             setattr(module, attribute, type(attribute, (Base,), {}))
         module.TrainerFn = types.SimpleNamespace(FITTING="fit")  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "weft.adapters.lightning_strategy", raising=False)
-    strategy = importlib.import_module("weft.adapters.lightning_strategy")
-    monkeypatch.setitem(sys.modules, "weft.adapters.lightning_strategy", strategy)
+    monkeypatch.delitem(sys.modules, "weft.extensions.adapters.lightning_strategy", raising=False)
+    strategy = importlib.import_module("weft.extensions.adapters.lightning_strategy")
+    monkeypatch.setitem(sys.modules, "weft.extensions.adapters.lightning_strategy", strategy)
     Base.called.clear()
     return strategy
 

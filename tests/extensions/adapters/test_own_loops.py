@@ -15,14 +15,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler
 
+import weft.deepspeed
 from weft.extensions.adapters.accelerator import Accelerator
 from weft.extensions.adapters.deepspeed_engine import initialize
+from weft.extensions.adapters.host_states import HostStates
 from weft.extensions.adapters.rank_loader import RankBatches
-import weft.deepspeed
-from weft.adapters.accelerator import Accelerator
-from weft.adapters.deepspeed_engine import initialize
-from weft.adapters.host_states import HostStates
-from weft.adapters.rank_loader import RankBatches
 from weft.job.errors import JobError
 from weft.job.schema import Job, Parallel
 

@@ -2,3 +2,6 @@
 
 Registers nothing: scripts import weft.accelerate, weft.deepspeed, weft.hvd, weft.lightning and weft.transformers.
 """
+
+REQUIRES = ("convert",)
+"""Extensions whose tables it reads: settings of DeepSpeed and of transformers' TrainingArguments."""

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.adapters.accelerate_settings import DistributedType, GradientAccumulationPlugin
-from weft.adapters.layout import join_ranks
-from weft.adapters.rank_values import RankValues, on_tensors
+from weft.extensions.adapters.accelerate_settings import DistributedType, GradientAccumulationPlugin
+from weft.extensions.adapters.layout import join_ranks
+from weft.extensions.adapters.rank_values import RankValues, on_tensors
 from weft.hardware.rank_environment import rank_info
 from weft.job.errors import JobError
 from weft.job.schema import Job

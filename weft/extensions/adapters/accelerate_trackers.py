@@ -10,10 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from weft.job.errors import JobError
-from weft.job.registry import find_object
+from weft.job.import_by_name import find_object
 from weft.job.watch import TRACKERS
-from weft.watch.trackers import known_trackers as known_trackers
-from weft.watch.trackers.adapter import TrackedRun, TrackedStep
+from weft.watch.tracker_adapter import TrackedRun, TrackedStep
 
 
 class OwnTracker:

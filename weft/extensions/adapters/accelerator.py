@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from weft.adapters.accelerate_settings import (
+from weft.extensions.adapters.accelerate_settings import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     ProjectConfiguration,
     comm_of_handlers,
 )
-from weft.adapters.accelerate_state import AcceleratorState, GradientState, PartialState, Ranks
-from weft.adapters.accelerate_trackers import OwnTracker, chosen_trackers
-from weft.adapters.joining import join_the_others
-from weft.adapters.layout import join_ranks, precision_of
-from weft.adapters.prepared import PreparedOptimizer, PreparedScheduler
-from weft.adapters.rank_loader import RankLoader
-from weft.adapters.rank_values import RankValues, has_tensors, rows
-from weft.adapters.training import SpreadTraining, backward, plain_values, trained_by
+from weft.extensions.adapters.accelerate_state import AcceleratorState, GradientState, PartialState, Ranks
+from weft.extensions.adapters.accelerate_trackers import OwnTracker, chosen_trackers
+from weft.extensions.adapters.joining import join_the_others
+from weft.extensions.adapters.layout import join_ranks, precision_of
+from weft.extensions.adapters.prepared import PreparedOptimizer, PreparedScheduler
+from weft.extensions.adapters.rank_loader import RankLoader
+from weft.extensions.adapters.rank_values import RankValues, has_tensors, rows
+from weft.extensions.adapters.training import SpreadTraining, backward, plain_values, trained_by
 from weft.job.errors import JobError
 from weft.job.load import load_job
 from weft.job.schema import Job

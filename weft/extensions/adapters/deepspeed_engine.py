@@ -14,19 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from weft.extensions.adapters.host_states import HostStates
 from weft.extensions.adapters.layout import join_ranks, precision_of
 from weft.extensions.adapters.rank_loader import RankLoader
 from weft.extensions.adapters.training import SpreadTraining, plain_values
 from weft.extensions.convert.conversion import apply_table
 from weft.extensions.convert.deepspeed import DEEPSPEED
 from weft.extensions.convert.settings import Settings, as_number, flatten
-from weft.adapters.host_states import HostStates
-from weft.adapters.layout import join_ranks, precision_of
-from weft.adapters.rank_loader import RankLoader
-from weft.adapters.training import SpreadTraining, plain_values
-from weft.convert.conversion import apply_table
-from weft.convert.deepspeed import DEEPSPEED
-from weft.convert.settings import Settings, as_number, flatten
 from weft.hardware.rank_environment import rank_info
 from weft.job.errors import JobError
 from weft.job.schema import Job, Parallel

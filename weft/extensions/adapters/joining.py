@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.adapters.training import SpreadTraining
+from weft.extensions.adapters.training import SpreadTraining
 from weft.mesh import Mesh
 from weft.planner.plan import Plan
 

@@ -16,9 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.extensions.adapters.layout import join_ranks, precision_of
 from weft.extensions.adapters.training import SpreadTraining
-from weft.adapters.layout import join_ranks, precision_of
-from weft.adapters.training import SpreadTraining
-from weft.adapters.whole_weights import load_whole, spread_state
+from weft.extensions.adapters.whole_weights import load_whole, spread_state
 from weft.job.errors import JobError
 from weft.job.schema import Job, Parallel
 

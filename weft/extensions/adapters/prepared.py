@@ -12,8 +12,7 @@ from weft.job.errors import JobError
 
 if TYPE_CHECKING:
     from weft.extensions.adapters.accelerator import Accelerator
-    from weft.adapters.accelerator import Accelerator
-    from weft.adapters.training import SpreadTraining
+    from weft.extensions.adapters.training import SpreadTraining
 
 
 class PreparedOptimizer(OptimizerWrapper):

@@ -13,15 +13,10 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
-from weft.chaos.accounting import InjectedFault, outcome
-from weft.chaos.disk import Disk, damage
-from weft.chaos.faults import KINDS, Fault, burst_kills, hold_path, order_of, reports_fault
-from weft.chaos.observed_run import ObservedRun
-from weft.chaos.virtual_hosts import VirtualHosts
 from weft.checkpoint.format import list_checkpoints
 from weft.extensions.chaos.accounting import InjectedFault, outcome
 from weft.extensions.chaos.disk import Disk, damage
-from weft.extensions.chaos.faults import KINDS, Fault, hold_path, order_of, reports_fault
+from weft.extensions.chaos.faults import KINDS, Fault, burst_kills, hold_path, order_of, reports_fault
 from weft.extensions.chaos.observed_run import ObservedRun
 from weft.extensions.chaos.virtual_hosts import VirtualHosts
 from weft.job.errors import Exit

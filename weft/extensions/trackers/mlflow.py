@@ -11,7 +11,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
-from weft.extensions.trackers.adapter import TrackedRun, TrackedStep, flat
+from weft.watch.tracker_adapter import TrackedRun, TrackedStep, flat
 
 BATCH = 1000
 """Metrics that MLflow takes at once."""

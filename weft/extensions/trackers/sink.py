@@ -9,13 +9,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from weft.extensions.trackers.adapter import TrackedRun, TrackedStep, TrackerAdapter
 from weft.job.import_by_name import find_object
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.job.watch import TRACKERS
 from weft.watch.journal import Journal, to_plain
 from weft.watch.secret_values import without_secrets
+from weft.watch.tracker_adapter import TrackedRun, TrackedStep, TrackerAdapter
 
 STATE_FOLDER = "trackers"
 NOT_LOGGED = ("step", "wall_time")

@@ -14,7 +14,7 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from weft.extensions.trackers.adapter import TrackedRun, TrackedStep
+from weft.watch.tracker_adapter import TrackedRun, TrackedStep
 
 DT_STRING = 7
 FOLDER = "tensorboard"

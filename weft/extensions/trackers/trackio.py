@@ -8,7 +8,7 @@ from pathlib import Path
 
 import trackio
 
-from weft.extensions.trackers.adapter import TrackedRun, TrackedStep, flat
+from weft.watch.tracker_adapter import TrackedRun, TrackedStep, flat
 
 
 class Trackio:

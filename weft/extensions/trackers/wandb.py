@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import wandb
 
-from weft.extensions.trackers.adapter import TrackedRun, TrackedStep
+from weft.watch.tracker_adapter import TrackedRun, TrackedStep
 
 PROJECT_VARIABLE, MODE_VARIABLE = "WANDB_PROJECT", "WANDB_MODE"
 EXIT_CODES = {"done": 0, "stopped": 0, "failed": 1}
