@@ -78,7 +78,7 @@ def test_nobody_else_names_it(name: str) -> None:
     """Neither an import nor a `module:function` outside the folder."""
     named = re.compile(rf"\bextensions[./]{name}\b")
     for path in ROOT.rglob("*.py"):
-        inside = path.is_relative_to(ROOT / "extensions" / name)
+        inside = path.is_relative_to(ROOT / "extensions" / name) or name in required_by(path)
         if inside or (path.parent == ROOT and path.name in (*ALIASES, "__init__.py")):
             continue
         assert not named.search(path.read_text(encoding="utf-8")), f"{path.relative_to(ROOT)} names {name}"
