@@ -95,6 +95,7 @@ def test_experts_of_a_token(kind: str, experts: int) -> None:
             "a list of 8 numbers",
         ),
         ("llama", "rope_scaling", {"type": "linear"}, "has rope_scaling factor=None; Weft needs a value"),
+        ("t5", "num_decoder_layers", 0, "has num_decoder_layers=0; Weft needs a whole number above 0"),
         ("gemma3_text", "rope_scaling", 1, "has rope_scaling=1; Weft needs an object"),
     ],
 )
