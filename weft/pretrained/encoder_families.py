@@ -77,7 +77,8 @@ class T5Layers:
 
     def read(self, config: Config) -> Fields:
         encoder = config.number("num_layers")
-        return {"encoder_layers": encoder, "layers": encoder + (config.take("num_decoder_layers") or encoder)}
+        decoder = encoder if config.take("num_decoder_layers") is None else config.number("num_decoder_layers")
+        return {"encoder_layers": encoder, "layers": encoder + decoder}
 
     def write(self, model: Model) -> Fields:
         encoder = model.encoder_layers or 0

@@ -293,9 +293,11 @@ def with_setting(source: str, text: str, key: str, value: Any) -> str:
     """A config with one more setting."""
     if source == "megatron":
         return f"{text} --{key} {value}"
+    section, _, name = key.partition(".")
     if source == "torchtitan":
-        section, _, name = key.partition(".")
         return f"{text}[{section}]\n{name} = {json.dumps(value)}\n"
+    if source == "torchtitan-python":
+        return f"{text.removesuffix(')')}{section}=Section.Config({name}={value!r}))"
     raw = yaml.safe_load(text)
     *sections, last = key.split(".")
     place = raw
@@ -305,10 +307,10 @@ def with_setting(source: str, text: str, key: str, value: Any) -> str:
     return json.dumps(raw) if source == "deepspeed" else yaml.safe_dump(raw)
 
 
-@pytest.mark.parametrize("source", DEFAULTS)
-def test_a_setting_that_is_left_out_is_that_librarys_default(source: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", DEFAULTS)
+def test_a_setting_that_is_left_out_is_that_librarys_default(case: str, tmp_path: Path) -> None:
     """The job is the same whether a file gives the default of its library or leaves it out."""
-    text, defaults = DEFAULTS[source]
+    source, (text, defaults) = case.partition(",")[0], DEFAULTS[case]
     file = tmp_path / "config"
     file.write_text(text)
     without = convert(str(file), source=source, nproc=1).job
@@ -325,6 +327,30 @@ def test_a_setting_that_is_left_out_is_that_librarys_default(source: str, tmp_pa
             if field(without, name) != field(job, name)
         }
     assert not different
+
+
+def test_defaults_that_are_no_setting(tmp_path: Path) -> None:
+    """Megatron evaluates only with --eval-interval, and axolotl has no learning rate of its own."""
+    file = tmp_path / "config"
+    for source, text, expected in (
+        ("megatron", "--num-layers 2 --hidden-size 64 --train-iters 10", {"train.eval_every": 0, "model.ffn": 256}),
+        ("megatron", "--num-layers 2 --hidden-size 4096 --swiglu", {"model.ffn": 10880}),
+        ("deepspeed", '{"optimizer": {"type": "SGD"}}', {"optim.momentum": 0.0, "optim.lr": 0.001}),
+        ("axolotl", "base_model: a/b\noptimizer: sgd\n", {"optim.momentum": 0.0, "precision": "auto"}),
+        ("axolotl", "base_model: a/b\nbf16: false\n", {"precision": "fp32", "checkpoint.keep": 4}),
+        ("llamafactory", "model_name_or_path: a/b\nlora_rank: 4\n", {"model.lora.rank": 4, "model.lora.alpha": 8}),
+        ("llamafactory", "model_name_or_path: a/b\nfinetuning_type: full\n", {"memory.recompute": "full"}),
+        ("llamafactory", "model_name_or_path: a/b\ntrain_on_prompt: true\n", {"data.answers_only": False}),
+    ):
+        file.write_text(text)
+        conversion = convert(str(file), source=source, nproc=1)
+        assert {key: field(conversion.job, key) for key in expected} == expected, text
+        assert (source == "axolotl") == any(
+            line.startswith("optim.lr: no learning_rate") for line in conversion.missing
+        )
+    file.write_text("--num-layers 2 --hidden-size 64 --lr-decay-style WSD")
+    style = next(s for s in convert(str(file), source="megatron").settings if s.key == "lr-decay-style")
+    assert style.status == "partly" and "exponentially" in style.note
 
 
 TORCHTITAN_PYTHON = """

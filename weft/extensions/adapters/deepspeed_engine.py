@@ -202,8 +202,8 @@ class DeepSpeedEngine(nn.Module):
             make = torch.optim.Adam
         values = {k: v if isinstance(v, list | tuple) else as_number(v) for k, v in given.items()}
         values = {k: v for k, v in values.items() if k not in IGNORED_PARAMS and v is not None}
-        if make is torch.optim.AdamW:
-            values.setdefault("weight_decay", 0.0)
+        if make is torch.optim.AdamW and not given.get("torch_adam"):
+            values.setdefault("weight_decay", 0.0)  # that of FusedAdam; torch's is 0.01
         return make(parameters, **values)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

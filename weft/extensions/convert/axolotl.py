@@ -212,9 +212,30 @@ def detect(text: str, path: Path) -> bool:
     return has_keys(text, "base_model")
 
 
+def _warmup_and_logging(steps: int) -> tuple[float, int]:
+    """The warm-up and the steps between log lines that axolotl derives from the steps of a run; 0 steps: unknown."""
+    if steps <= 0:
+        return 0.03, 10
+    warmup = min(int(0.03 * steps), 100)
+    return 2 if warmup == 1 else warmup, max(1, min(10, int(0.005 * steps)))
+
+
 def _defaults(settings: Settings) -> dict[str, tuple[Any, str]]:
-    found = training_arguments.defaults(settings, "micro_batch_size", 1, "num_epochs", 1)
-    return {**found, "optim.schedule": ("cosine", "the default of axolotl")}
+    defaults = training_arguments.defaults(settings, "micro_batch_size", 1, "num_epochs", 1)
+    del defaults["optim.lr"]  # axolotl refuses a config without learning_rate
+    said = "the default of axolotl"
+    warmup, log_every = _warmup_and_logging(int(settings.number("max_steps", default=0)))
+    defaults |= {
+        "optim.schedule": ("cosine", said), "data.seq_len": (512, "the default of sequence_len"),
+        "data.val_fraction": (0.0, "the default of val_set_size"),
+        "memory.recompute": ("none", "gradient_checkpointing is off"),
+        "optim.warmup": (warmup, f"{said}, at most 100 steps"), "watch.every": (log_every, f"{said}, at most 10"),
+        "checkpoint.every": (500, "axolotl saves after each epoch; checkpoint.every counts steps"),
+        "checkpoint.keep": (4, "the default of save_total_limit"),
+    }  # fmt: skip
+    if "bf16" not in settings:
+        defaults["precision"] = ("auto", "the default of bf16 is auto")
+    return defaults
 
 
 AXOLOTL = SourceFormat(
@@ -222,6 +243,7 @@ AXOLOTL = SourceFormat(
     defaults=_defaults,
     missing={
         "model": "no base_model; add model=hf:PATH",
+        "optim.lr": "no learning_rate, which axolotl requires; add optim.lr=…, else Weft's default applies",
         "data.source": "add data.source=PATH, a file of data.format or a token store made by weft data build",
     },
 )  # fmt: skip

@@ -48,6 +48,8 @@ OPTIMIZERS: dict[str, dict[str, Any] | str] = {
     "onebitlamb": {"optim.name": "lamb", "comm.compression": "onebit"},
     "lion": OWN_OPTIMIZER, "adagrad": OWN_OPTIMIZER,
 }  # fmt: skip
+DEFAULT_RATE = 0.001
+"""The learning rate of DeepSpeed's and torch's optimizers, and the peak of WarmupDecayLR, where a config has none."""
 SCHEDULERS: dict[str, dict[str, Any] | str] = {
     "warmuplr": {"optim.schedule": "constant"},
     "warmupdecaylr": {"optim.schedule": "linear", "optim.min_lr": 0.0},
@@ -86,6 +88,18 @@ def _recomputed_blocks(value: Any, settings: Settings) -> Result:
     return partly(to("memory.recompute"), "blocks that are recomputed")(value, settings)
 
 
+def _rate(value: Any, settings: Settings) -> Result:
+    if _schedule_sets_the_rate(settings):
+        return Result({"optim.lr": DEFAULT_RATE}, "warmup_max_lr of WarmupDecayLR is 0.001 by default and replaces it")
+    return to("optim.lr")(value, settings)
+
+
+def _schedule_sets_the_rate(settings: Settings) -> bool:
+    """Whether the peak is the default of WarmupDecayLR's warmup_max_lr."""
+    decays = str(settings.get("scheduler.type")).lower() == "warmupdecaylr"
+    return decays and "scheduler.params.warmup_max_lr" not in settings
+
+
 _BATCH = device_batch("gradient_accumulation_steps", "tensor_parallel.autotp_size", count="train_batch_size")
 
 TABLE: dict[str, Rule] = {
@@ -96,7 +110,7 @@ TABLE: dict[str, Rule] = {
     "steps_per_print": to("watch.every"),
     "seed": to("train.seed"),
     "optimizer.type": choice(OPTIMIZERS),
-    "optimizer.params.lr": to("optim.lr"),
+    "optimizer.params.lr": _rate,
     "optimizer.params.betas": to("optim.betas"),
     "optimizer.params.eps": to("optim.eps"),
     "optimizer.params.momentum": to("optim.momentum"),
@@ -278,7 +292,7 @@ def detect(text: str, path: Path) -> bool:
 
 DEFAULTS: dict[str, tuple[Any, str]] = {
     "precision": ("fp32", "neither fp16 nor bf16 is on"),
-    "optim.clip": (0.0, "DeepSpeed does not clip by default"),
+    "optim.clip": (1.0, "DeepSpeed's default since 0.19.3; before, it did not clip"),
     "optim.schedule": ("constant", "there is no scheduler"),
     "optim.warmup": (0, "there is no warm-up"),
     "optim.betas": ([0.9, 0.999], "the default of Adam"),
@@ -289,7 +303,7 @@ SCHEDULER_MIN_LR = (0.0001, "the default of WarmupCosineLR")
 SET_BY: dict[str, str] = {
     "precision": "*.enabled", "optim.clip": "gradient_clipping", "optim.schedule": "scheduler.*",
     "optim.warmup": "scheduler.*", "optim.min_lr": "scheduler.*", "optim.betas": "optimizer.*",
-    "optim.weight_decay": "optimizer.*",
+    "optim.weight_decay": "optimizer.*", "optim.lr": "*.params.*lr", "optim.momentum": "optimizer.*",
 }  # fmt: skip
 """The settings behind a default, which does not apply if they are `auto`."""
 
@@ -297,7 +311,15 @@ SET_BY: dict[str, str] = {
 def _defaults(settings: Settings) -> dict[str, tuple[Any, str]]:
     automatic = [key for key, value in settings.items() if value == "auto"]
     defaults = dict(DEFAULTS)
-    scheduler = str(settings.get("scheduler.type")).lower()
+    scheduler, optimizer = (str(settings.get(f"{part}.type")).lower() for part in ("scheduler", "optimizer"))
+    if _schedule_sets_the_rate(settings):
+        defaults["optim.lr"] = (DEFAULT_RATE, "the default of WarmupDecayLR's warmup_max_lr")
+    elif isinstance(OPTIMIZERS.get(optimizer), dict) and optimizer not in ("adafactor", "muon"):
+        defaults["optim.lr"] = (DEFAULT_RATE, "the default of the optimizer")
+    if optimizer == "sgd":
+        defaults["optim.momentum"] = (0.0, "the default of torch.optim.SGD")
+    if settings.is_on("optimizer.params.torch_adam"):
+        defaults["optim.weight_decay"] = (0.01, "the default of torch.optim.AdamW")
     if scheduler.startswith("warmup"):
         defaults["optim.warmup"] = SCHEDULER_WARMUP
     if scheduler == "warmupcosinelr":

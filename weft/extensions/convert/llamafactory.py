@@ -57,7 +57,7 @@ TABLE: dict[str, Rule] = {
     "quantization_*": absent("weights are not quantized in training"),
     "double_quantization": absent("weights are not quantized in training"),
     "upcast_*": unneeded("norms and losses are computed in fp32"),
-    "disable_gradient_checkpointing": switch({"memory.recompute": "none"}),
+    "disable_gradient_checkpointing": switch({"memory.recompute": "none"}, {"memory.recompute": "full"}),
     "stage": choice(
         {
             "pt": {},
@@ -69,7 +69,7 @@ TABLE: dict[str, Rule] = {
         }
     ),
     "finetuning_type": training_arguments.adapters("lora_rank"),
-    **training_arguments.lora_table("lora_rank", "lora_target", "finetuning_type"),
+    **training_arguments.lora_table("lora_rank", "lora_target", "finetuning_type", "lora"),
     "lora_*": LORA,
     "additional_target": LORA,
     "loraplus_*": LORA,
@@ -168,8 +168,12 @@ def _defaults(settings: Settings) -> dict[str, tuple[Any, str]]:
     defaults = training_arguments.defaults(settings, "per_device_train_batch_size", 8, "num_train_epochs", 3)
     defaults["data.seq_len"] = (2048, "the default of cutoff_len")
     defaults["data.val_fraction"] = (0.0, "the default of val_size")
-    if settings.get("finetuning_type") == "lora":
+    defaults["memory.recompute"] = ("full", "disable_gradient_checkpointing is off")
+    if "stage" not in settings:
+        defaults["data.answers_only"] = (True, "the default of stage is sft")
+    if settings.get("finetuning_type", "lora") == "lora":
         rank = settings.number("lora_rank", default=training_arguments.LORA_RANK)
+        defaults["model.lora.rank"] = (rank, "the default of finetuning_type is lora")
         defaults["model.lora.alpha"] = (2 * rank, "the default of LLaMA-Factory: twice lora_rank")
     return defaults
 

@@ -158,7 +158,7 @@ def _defaults(settings: Settings) -> dict[str, tuple[Any, str]]:
     if is_off(settings.get("max_steps")) and is_off(settings.get("num_train_epochs")):
         found["train.epochs"] = (3, said)
     if settings.get("peft_config.name") == "lora":
-        found |= {"model.lora.rank": (8, said), "model.lora.alpha": (16, said)}
+        found |= {"model.lora.rank": (8, said), "model.lora.alpha": (16, said), "model.lora.dropout": (0.05, said)}
     return found
 
 

@@ -60,7 +60,7 @@ def _defaults(settings: Settings) -> dict[str, tuple[Any, str]]:
         "parallel.dp_replicate": (-1, "--use-distributed-optimizer is off"),
         "parallel.dp_shard": (1, "--use-distributed-optimizer is off"),
         "checkpoint.every": (0, "--save-interval is not given"),
-        "train.eval_every": (1000, "Megatron's default"), "train.eval_batches": (100, "Megatron's default"),
+        "train.eval_every": (0, "--eval-interval is not given"), "train.eval_batches": (100, "Megatron's default"),
         "watch.every": (100, "Megatron's default"),
     }  # fmt: skip
     sharded = ("use-distributed-optimizer", "use-torch-fsdp2", "use-megatron-fsdp", "use-custom-fsdp")
@@ -68,6 +68,9 @@ def _defaults(settings: Settings) -> dict[str, tuple[Any, str]]:
         del found["parallel.dp_replicate"], found["parallel.dp_shard"]
     if settings.get("position-embedding-type") in ("rope", "yarn") or settings.is_on("use-rotary-position-embeddings"):
         found["model.rope_theta"] = (10000, "Megatron's default")
+    if width := int(settings.number("hidden-size", default=0)):
+        ffn = int(4 * width * 2 / 3 / 64) * 64 if settings.is_on("swiglu") else 4 * width
+        found["model.ffn"] = (ffn, "Megatron's default")
     if not {"num-layers", "hidden-size"} & settings.keys():
         found = {key: value for key, value in found.items() if not key.startswith("model.")}
     return found

@@ -53,6 +53,15 @@ def _wsd_decay(value: Any, settings: Settings) -> Result:
     return Result({"optim.decay": min(1.0, (as_number(value) or 0) / total)} if total else {})
 
 
+def _decay_style(value: Any, settings: Settings) -> Result:
+    if str(value).lower() == "wsd" and "lr-wsd-decay-style" not in settings:
+        return Result({"optim.schedule": "wsd"}, "Weft's wsd decays linearly, Megatron's exponentially", "partly")
+    return choice({
+        **{name: {"optim.schedule": name} for name in ("cosine", "linear", "constant", "wsd")},
+        "inverse-square-root": "Weft has constant, linear, cosine and wsd",
+    })(value, settings)  # fmt: skip
+
+
 def _min_lr(value: Any, settings: Settings) -> Result:
     peak = settings.number("lr", default=0)
     lowest = as_number(value) or 0
@@ -121,15 +130,7 @@ TRAINING_RULES: dict[str, Rule] = {
     "train-samples": _samples,
     "lr": to("optim.lr"),
     "min-lr": _min_lr,
-    "lr-decay-style": choice(
-        {
-            "cosine": {"optim.schedule": "cosine"},
-            "linear": {"optim.schedule": "linear"},
-            "constant": {"optim.schedule": "constant"},
-            "wsd": {"optim.schedule": "wsd"},
-            "inverse-square-root": "Weft has constant, linear, cosine and wsd",
-        }
-    ),
+    "lr-decay-style": _decay_style,
     "lr-decay-iters": _decay_end,
     "lr-decay-samples": lambda value, s: _decay_end(
         (as_number(value) or 0) // max(1, s.number("global-batch-size")), s

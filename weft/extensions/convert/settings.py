@@ -15,7 +15,7 @@ setting is off; no counterpart: Weft cannot do it; refused: Weft has the setting
 this value; unknown: not a setting in the table; default: not in the file, but
 the other library's default differs from Weft's."""
 
-OFF: tuple[Any, ...] = (None, False, 0, "", "none", "no", "false", "None", "NO")
+OFF: tuple[Any, ...] = (None, False, 0, "0", "0.0", "", "none", "no", "false", "None", "NO")
 """Values that turn a feature off."""
 
 

@@ -320,7 +320,8 @@ def torchtitan_defaults(settings: Settings) -> dict[str, tuple[Any, str]]:
         "optim.schedule": ("linear", "torchtitan's default of decay_type"),
         "optim.min_lr": (0.0, "torchtitan's default of min_lr_factor"),
         "train.steps": (10000, said), "data.seq_len": (2048, said), "memory.recompute": ("selective", said),
-        "train.compile": (False, said), "watch.every": (10, said), "comm.timeout_s": (100, said),
+        "train.compile": (False, said), "checkpoint.keep": (10, "torchtitan's default of keep_latest_k"),
+        "watch.every": (10, said), "comm.timeout_s": (100, said),
         "checkpoint.every": (500, said) if saves else (0, "checkpoints are off by default"),
         "train.eval_every": (10, said) if evaluates else (0, "validation is off by default"),
     }  # fmt: skip

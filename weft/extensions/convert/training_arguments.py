@@ -145,13 +145,13 @@ def adapters(rank: str) -> Rule:
     return rule
 
 
-def lora_table(rank: str, targets: str, method: str) -> dict[str, Rule]:
-    """The settings of adapters; they apply where the method is LoRA."""
+def lora_table(rank: str, targets: str, method: str, default: str = "none") -> dict[str, Rule]:
+    """The settings of adapters; they apply where the method, or its default, is LoRA."""
 
     def only_lora(rule: Rule) -> Rule:
         return lambda value, settings: (
             rule(value, settings)
-            if settings.get(method) in ("lora", "qlora")
+            if settings.get(method, default) in ("lora", "qlora")
             else Result(note=f"{method} is not lora", status="not needed")
         )
 
@@ -315,6 +315,8 @@ def defaults(
     if as_number(settings.get(batch_key)) is None:
         fields = device_batch("gradient_accumulation_steps")(batch, settings).job
         found |= {name: (value, said.format(batch_key)) for name, value in fields.items()}
+    if "sgd" in (settings.get("optim"), settings.get("optimizer")):
+        found["optim.momentum"] = (0.0, "the default of torch.optim.SGD")
     if settings.number("max_steps", default=0) <= 0:
         found["train.epochs"] = (epochs, said.format(epochs_key))
     return found
