@@ -282,11 +282,12 @@ def what_fits() -> str:
 def own_code() -> str:
     """What the adapters of other libraries take, ignore and refuse, from the tables that they apply."""
     from weft import accelerate
-    from weft.extensions.adapters import accelerate_state, accelerator, hvd, lightning_callbacks, lightning_loop
+    from weft.extensions.adapters import hvd, lightning_callbacks, lightning_loop
+    from weft.extensions.adapters.accelerate import accelerate_state, accelerator
     from weft.extensions.adapters.deepspeed_engine import DeepSpeedEngine
-    from weft.extensions.adapters.hf_arguments import HANDLED, WITHOUT_EFFECT
-    from weft.extensions.adapters.hf_seq2seq import WeftSeq2SeqTrainer
-    from weft.extensions.adapters.hf_trainer import WeftTrainer
+    from weft.extensions.adapters.transformers.hf_arguments import HANDLED, WITHOUT_EFFECT
+    from weft.extensions.adapters.transformers.hf_seq2seq import WeftSeq2SeqTrainer
+    from weft.extensions.adapters.transformers.hf_trainer import WeftTrainer
     from weft.extensions.convert.deepspeed import DEEPSPEED
     from weft.extensions.convert.training_arguments import TABLE
 

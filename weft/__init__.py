@@ -22,9 +22,9 @@ _MODULES = {
     "load": "weft.checkpoint.save_load",
     "train": "weft.launch.train",
     "from_hf": "weft.pretrained.reader",
-    "Accelerator": "weft.extensions.adapters.accelerator",
+    "Accelerator": "weft.extensions.adapters.accelerate.accelerator",
     "initialize": "weft.extensions.adapters.deepspeed_engine",
-    "WeftTrainer": "weft.extensions.adapters.hf_trainer",
+    "WeftTrainer": "weft.extensions.adapters.transformers.hf_trainer",
 }
 
 __all__ = [*_MODULES]

@@ -1,7 +1,7 @@
 """For loops written for Hugging Face Accelerate: `from weft.accelerate import Accelerator`."""
 
-from weft.extensions.adapters.accelerate_helpers import LocalSGD, find_executable_batch_size, get_logger
-from weft.extensions.adapters.accelerate_settings import (
+from weft.extensions.adapters.accelerate.accelerate_helpers import LocalSGD, find_executable_batch_size, get_logger
+from weft.extensions.adapters.accelerate.accelerate_settings import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     DistributedType,
@@ -9,7 +9,7 @@ from weft.extensions.adapters.accelerate_settings import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
 )
-from weft.extensions.adapters.accelerate_state import (
+from weft.extensions.adapters.accelerate.accelerate_state import (
     AcceleratorState,
     GradientState,
     PartialState,
@@ -23,7 +23,12 @@ from weft.extensions.adapters.accelerate_state import (
     synchronize_rng_states,
     wait_for_everyone,
 )
-from weft.extensions.adapters.accelerator import Accelerator, prepare_data_loader, set_seed, skip_first_batches
+from weft.extensions.adapters.accelerate.accelerator import (
+    Accelerator,
+    prepare_data_loader,
+    set_seed,
+    skip_first_batches,
+)
 from weft.extensions.adapters.rank_loader import SeedableRandomSampler
 from weft.extensions.adapters.rank_values import DistributedOperationException
 

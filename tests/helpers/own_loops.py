@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft.hvd as hvd
-from weft.extensions.adapters.accelerator import Accelerator
+from weft.extensions.adapters.accelerate.accelerator import Accelerator
 from weft.extensions.adapters.deepspeed_accelerator import get_accelerator
 from weft.extensions.adapters.deepspeed_engine import initialize
 from weft.extensions.adapters.lightning_loop import fit

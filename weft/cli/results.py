@@ -251,6 +251,8 @@ def _export_metrics(run: str, tracker: str, out: Path | None, as_json: bool) -> 
     job = load_job(str(folder.job))
     check_trackers(job.model_copy(update={"watch": job.watch.model_copy(update={"trackers": [tracker]})}))
     clean_up_on_interrupt()
+    if not TRACKERS[tracker].export:
+        raise JobError(f"--to {tracker} gets runs while they train (watch.trackers); --to tensorboard works afterwards")
     steps, where = find_object(TRACKERS[tracker].export, "--to")(folder, job, tracker, out)
     if as_json:
         print_json({"path": where, "steps": steps})

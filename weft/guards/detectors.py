@@ -46,7 +46,7 @@ for kind in (
 
 
 @dataclass(frozen=True)
-class Finding:
+class DetectedFault:
     """A fault that a detector names."""
 
     fault: str
@@ -58,7 +58,7 @@ class Finding:
 class Detector(Protocol):
     """Looks at every step. All ranks see the same figures and must come to the same finding."""
 
-    def look(self, step: StepFigures, rows: Sequence[RankFigures]) -> Finding | None: ...
+    def look(self, step: StepFigures, rows: Sequence[RankFigures]) -> DetectedFault | None: ...
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ class TrackerKind:
     """The module that must be installed."""
     builder: str
     """`module:class` of the adapter."""
-    export: str
-    """`module:function` of (run, job, tracker, out) that sends a finished run; returns steps and place."""
+    export: str = ""
+    """`module:function` of (run, job, tracker, out) that sends a finished run; returns steps and place. Empty: only
+    live runs."""
 
 
 TRACKERS: Registry[TrackerKind] = Registry("watch.trackers", __name__)

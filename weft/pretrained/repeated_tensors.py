@@ -47,7 +47,7 @@ class _Tensors:
     def equal(self, one: str, other: str) -> bool:
         """Whether two tensors have the same type, shape and values."""
         if self.is_bin:
-            from weft.pretrained.reader import equal_tensors
+            from weft.pretrained.weight_file import equal_tensors
 
             pairs = [(self.folder / str(self.file_of(name)), name) for name in (one, other)]
             return equal_tensors(pairs[0], pairs[1], self.files.format)
@@ -69,7 +69,7 @@ class _Tensors:
         """The names of a file and what its header says of each; nothing of a damaged one, which the reader refuses."""
         if file not in self.headers:
             if self.is_bin:
-                from weft.pretrained.reader import open_file
+                from weft.pretrained.weight_file import open_file
 
                 with open_file(self.folder / file, self.files.format) as opened:
                     self.headers[file] = dict.fromkeys(opened.names)

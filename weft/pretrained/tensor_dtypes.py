@@ -11,8 +11,9 @@ import torch
 from weft.job.errors import JobError
 from weft.job.schema import Model
 from weft.pretrained.checkpoint_folder import read_json, weight_files
-from weft.pretrained.reader import FLOATS, PretrainedWeights
+from weft.pretrained.reader import PretrainedWeights
 from weft.pretrained.tensor_forms import FileTensor
+from weft.pretrained.weight_file import FLOATS
 from weft.pretrained.writer import write_json
 
 FILE = "tensor_dtypes.json"

@@ -13,8 +13,8 @@ from helpers.command import python
 from helpers.hf_classifier import arguments, classifier, padded, run_classifier, texts
 from helpers.published import transformers
 
-from weft.extensions.adapters.hf_seq2seq import WeftSeq2SeqTrainer
-from weft.extensions.adapters.hf_trainer import WeftTrainer
+from weft.extensions.adapters.transformers.hf_seq2seq import WeftSeq2SeqTrainer
+from weft.extensions.adapters.transformers.hf_trainer import WeftTrainer
 from weft.job.errors import JobError
 
 SCRIPT = Path(__file__).parent / "scripts" / "trainer_script.py"

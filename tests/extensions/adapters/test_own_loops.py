@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler
 
 import weft.deepspeed
-from weft.extensions.adapters.accelerator import Accelerator
+from weft.extensions.adapters.accelerate.accelerator import Accelerator
 from weft.extensions.adapters.deepspeed_engine import initialize
 from weft.extensions.adapters.host_states import HostStates
 from weft.extensions.adapters.rank_loader import RankBatches

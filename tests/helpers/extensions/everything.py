@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from weft.guards.detectors import DETECTORS, FAULTS, DetectorKind, FaultKind, Finding
+from weft.guards.detectors import DETECTORS, FAULTS, DetectedFault, DetectorKind, FaultKind
 from weft.hardware.catalog import DEVICES, Device
 from weft.job.model import FAMILIES, Family
 from weft.job.watch import ALERT_TARGETS, AlertTarget, AlertTargetKind
@@ -68,8 +68,8 @@ class Rows:
 class EveryThirdStep:
     """Names a fault in each third step."""
 
-    def look(self, step: Any, rows: Sequence[Any]) -> Finding | None:
-        return Finding("third_step", f"step {step.number} is a third one") if step.number % 3 == 0 else None
+    def look(self, step: Any, rows: Sequence[Any]) -> DetectedFault | None:
+        return DetectedFault("third_step", f"step {step.number} is a third one") if step.number % 3 == 0 else None
 
 
 def every_third_step(job: Any, plan: Any, mesh: Any) -> EveryThirdStep:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from weft.extensions.adapters.accelerator import Accelerator
+from weft.extensions.adapters.accelerate.accelerator import Accelerator
 from weft.extensions.adapters.lightning_callbacks import known_callbacks
 from weft.extensions.adapters.training import plain_values, to_device
 from weft.job.errors import JobError

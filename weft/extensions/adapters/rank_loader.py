@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
-from weft.extensions.adapters.accelerate_settings import DataLoaderConfiguration
+from weft.extensions.adapters.accelerate.accelerate_settings import DataLoaderConfiguration
 from weft.extensions.adapters.rank_values import count_rows, has_tensors, join, of_json, on_tensors, rows, to_json
 from weft.extensions.adapters.training import to_device
 from weft.job.errors import JobError

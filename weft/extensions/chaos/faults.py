@@ -24,7 +24,7 @@ STEP_POINTS = ("data", "forward", "backward", "update")
 
 
 @dataclass(frozen=True)
-class FaultKind:
+class InjectedFault:
     """A kind of fault."""
 
     what: str
@@ -43,14 +43,14 @@ class FaultKind:
     """Phases of a step in which it can happen."""
 
 
-KINDS: dict[str, FaultKind] = {
-    "kill": FaultKind("a rank is killed (kill -9)", "signal", ("exit",)),
-    "stop": FaultKind("a rank is stopped (SIGSTOP), and resumed after recovery", "signal", ("stopped", "hang")),
-    "sleep": FaultKind("a rank sleeps in the middle of a step", "inside", ("hang",), phases=STEP_POINTS),
-    "gil": FaultKind("a rank holds the GIL forever", "inside", ("gil", "hang"), phases=STEP_POINTS),
-    "term": FaultKind("the scheduler preempts the run (SIGTERM) and restarts it", "restart", ("preempted",)),
-    "nan": FaultKind("a rank's gradients become NaN", "inside", ("nan",), exact=False, phases=("backward",)),
-    "spike": FaultKind(
+KINDS: dict[str, InjectedFault] = {
+    "kill": InjectedFault("a rank is killed (kill -9)", "signal", ("exit",)),
+    "stop": InjectedFault("a rank is stopped (SIGSTOP), and resumed after recovery", "signal", ("stopped", "hang")),
+    "sleep": InjectedFault("a rank sleeps in the middle of a step", "inside", ("hang",), phases=STEP_POINTS),
+    "gil": InjectedFault("a rank holds the GIL forever", "inside", ("gil", "hang"), phases=STEP_POINTS),
+    "term": InjectedFault("the scheduler preempts the run (SIGTERM) and restarts it", "restart", ("preempted",)),
+    "nan": InjectedFault("a rank's gradients become NaN", "inside", ("nan",), exact=False, phases=("backward",)),
+    "spike": InjectedFault(
         "a batch is poisoned with unpredictable targets",
         "inside",
         ("spike",),
@@ -60,7 +60,7 @@ KINDS: dict[str, FaultKind] = {
         room=26,
         phases=("forward",),
     ),
-    "bitflip": FaultKind(
+    "bitflip": InjectedFault(
         "a bit of a rank's weights flips",
         "inside",
         ("divergence", "spike", "nan"),
@@ -68,33 +68,33 @@ KINDS: dict[str, FaultKind] = {
         room=12,
         phases=("update",),
     ),
-    "slow": FaultKind(
+    "slow": InjectedFault(
         "a rank gets half of its processor time", "signal", ("slow_rank",), exact=False, history=12, room=25
     ),
-    "diskfull": FaultKind("the run's disk is full for a while", "disk", ("disk_full",), in_one_rank=False, room=6),
-    "corrupt": FaultKind(
+    "diskfull": InjectedFault("the run's disk is full for a while", "disk", ("disk_full",), in_one_rank=False, room=6),
+    "corrupt": InjectedFault(
         "the run ends, and its newest checkpoint is damaged before it starts again",
         "restart",
         ("damaged",),
         in_one_rank=False,
     ),
-    "oom": FaultKind(
+    "oom": InjectedFault(
         "a rank runs out of memory", "inside", ("oom",), exact=False, phases=("forward", "backward", "update")
     ),
-    "illegal": FaultKind(
+    "illegal": InjectedFault(
         "a rank accesses memory that is not its own: on a GPU its CUDA context is lost",
         "inside",
         ("exit",),
         phases=("forward", "backward", "update"),
     ),
-    "partition": FaultKind(
+    "partition": InjectedFault(
         "a node's link is cut, and restored later", "nodes", ("partition", "node_lost"), False, False
     ),
-    "node": FaultKind(
+    "node": InjectedFault(
         "a node is lost with all its processes", "nodes", ("node_lost", "partition", "exit"), False, False
     ),
-    "supervisor": FaultKind("the supervisor is killed", "signal", ("supervisor",), in_one_rank=False),
-    "burst": FaultKind(
+    "supervisor": InjectedFault("the supervisor is killed", "signal", ("supervisor",), in_one_rank=False),
+    "burst": InjectedFault(
         "2 to 6 ranks are killed, each at most a second after the last one, also those that replace them",
         "signal",
         ("exit",),

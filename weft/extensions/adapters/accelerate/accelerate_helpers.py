@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from weft.extensions.adapters.accelerate_state import PartialState
+from weft.extensions.adapters.accelerate.accelerate_state import PartialState
 
 if TYPE_CHECKING:
-    from weft.extensions.adapters.accelerator import Accelerator
+    from weft.extensions.adapters.accelerate.accelerator import Accelerator
 
 OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "cannot allocate memory")
 

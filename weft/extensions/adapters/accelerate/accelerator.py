@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from weft.extensions.adapters.accelerate_settings import (
+from weft.extensions.adapters.accelerate.accelerate_settings import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     ProjectConfiguration,
     comm_of_handlers,
 )
-from weft.extensions.adapters.accelerate_state import AcceleratorState, GradientState, PartialState, Ranks
-from weft.extensions.adapters.accelerate_trackers import OwnTracker, chosen_trackers
-from weft.extensions.adapters.joining import join_the_others
+from weft.extensions.adapters.accelerate.accelerate_state import AcceleratorState, GradientState, PartialState, Ranks
+from weft.extensions.adapters.accelerate.accelerate_trackers import OwnTracker, chosen_trackers
+from weft.extensions.adapters.accelerate.joining import join_the_others
+from weft.extensions.adapters.accelerate.prepared import PreparedOptimizer, PreparedScheduler
 from weft.extensions.adapters.layout import join_ranks, precision_of
-from weft.extensions.adapters.prepared import PreparedOptimizer, PreparedScheduler
 from weft.extensions.adapters.rank_loader import RankLoader
 from weft.extensions.adapters.rank_values import RankValues, has_tensors, rows
 from weft.extensions.adapters.training import SpreadTraining, backward, plain_values, trained_by

@@ -13,10 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
-from weft.extensions.adapters.accelerator import Accelerator, set_seed
-from weft.extensions.adapters.hf_arguments import check_arguments, make_optimizer
-from weft.extensions.adapters.hf_evaluation import evaluate_batches, predicted
-from weft.extensions.adapters.hf_samples import default_collator, groups, predicts_next_token, used_columns, uses
+from weft.extensions.adapters.accelerate.accelerator import Accelerator, set_seed
+from weft.extensions.adapters.transformers.hf_arguments import check_arguments, make_optimizer
+from weft.extensions.adapters.transformers.hf_evaluation import evaluate_batches, predicted
+from weft.extensions.adapters.transformers.hf_samples import (
+    default_collator,
+    groups,
+    predicts_next_token,
+    used_columns,
+    uses,
+)
 from weft.job.errors import JobError
 from weft.job.load import load_job
 from weft.job.schema import Job

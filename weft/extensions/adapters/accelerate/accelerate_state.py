@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.extensions.adapters.accelerate_settings import DistributedType, GradientAccumulationPlugin
+from weft.extensions.adapters.accelerate.accelerate_settings import DistributedType, GradientAccumulationPlugin
 from weft.extensions.adapters.layout import join_ranks
 from weft.extensions.adapters.rank_values import RankValues, on_tensors
 from weft.hardware.rank_environment import rank_info

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.extensions.adapters.hf_trainer import WeftTrainer
+from weft.extensions.adapters.transformers.hf_trainer import WeftTrainer
 
 
 class WeftSeq2SeqTrainer(WeftTrainer):

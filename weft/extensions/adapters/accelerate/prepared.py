@@ -11,7 +11,7 @@ from weft.extensions.adapters.optimizer_wrapper import OptimizerWrapper
 from weft.job.errors import JobError
 
 if TYPE_CHECKING:
-    from weft.extensions.adapters.accelerator import Accelerator
+    from weft.extensions.adapters.accelerate.accelerator import Accelerator
     from weft.extensions.adapters.training import SpreadTraining
 
 

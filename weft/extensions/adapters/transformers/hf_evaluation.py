@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.extensions.adapters.accelerator import Accelerator
+from weft.extensions.adapters.accelerate.accelerator import Accelerator
 from weft.extensions.adapters.training import to_device
 
 

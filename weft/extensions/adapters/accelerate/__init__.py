@@ -1,0 +1,1 @@
+"""Loops written for Hugging Face Accelerate."""
