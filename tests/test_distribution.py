@@ -1,4 +1,4 @@
-"""The wheel and the source archive: built offline, installed into an environment of their own, with and without torch."""
+"""The wheel and the source archive, built offline and installed into an environment of their own."""
 
 import os
 import re
