@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime
 DEV := $(VENV)/.dev
 
+# Bytecode is written once, or every command would compile torch again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Without an NVIDIA GPU, take the CPU build of torch instead of gigabytes of CUDA.
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 CONSTRAINTS := $(if $(GPU),,-c constraints-cpu.txt)

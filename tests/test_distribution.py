@@ -195,3 +195,22 @@ def test_links_and_paths_of_the_pages_for_contributors_exist(page: str) -> None:
     paths = re.findall(r"(?<![\w/])((?:weft|tests|docs)/[\w./]+)", text)
     missing = [path for path in (*links, *paths) if not (ROOT / path).exists()]
     assert not missing
+
+
+def test_make_train_installs_the_runtime_only_and_make_test_the_rest(tmp_path: Path) -> None:
+    def commands(target: str, path: str) -> list[str]:
+        options = ["VENV=" + str(tmp_path / "venv"), "GPU="]
+        done = subprocess.run(
+            ["make", "-n", target, *options], cwd=ROOT, env={"PATH": path}, capture_output=True, text=True, check=True
+        )
+        return [line for line in done.stdout.splitlines() if "pip install" in line]
+
+    (runtime,) = commands("train", "/usr/bin:/bin")
+    assert runtime.endswith('pip install --quiet --no-compile -c constraints-cpu.txt -e "."')
+    (everything,) = commands("test", "/usr/bin:/bin")
+    assert everything.endswith('-c constraints-cpu.txt -e ".[dev]"')
+    (tmp_path / "uv").write_text("#!/bin/sh\n")
+    (tmp_path / "uv").chmod(0o755)
+    lines = commands("train", f"{tmp_path}:/usr/bin:/bin")
+    assert lines[0].startswith(f"{tmp_path}/uv pip install --quiet --python {tmp_path}/venv/bin/python")
+    assert "|| " in lines[0] and runtime in lines[-1], "pip installs where uv fails"
