@@ -35,4 +35,11 @@ def __getattr__(name: str) -> "Any":
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_MODULES[name]), name)
+    try:
+        return getattr(import_module(_MODULES[name]), name)
+    except ModuleNotFoundError as error:
+        from weft.hardware.can_train import explain_missing_module
+
+        if (reason := explain_missing_module(error)) is None:
+            raise
+        raise ImportError(f"weft.{name} {reason}", name=error.name) from None

@@ -13,8 +13,9 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(interrupted))
     if "train" in sys.argv[1:2]:
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+        names = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGQUIT")
+        for number in (getattr(signal, name) for name in names if hasattr(signal, name)):  # Windows has the first only
+            if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, lambda number, frame: os._exit(preempted))
     from weft.cli.main import main as run_command
 

@@ -260,3 +260,13 @@ def test_a_closed_pipe_is_not_an_error(folder: Path) -> None:
     )
     os.close(write)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("words", "completed"), [("train ti", "tiny"), ("report ti", "tiny"), ("data b", "build")])
+def test_shells_complete_recipes_runs_and_commands(
+    command: Command, run: RunDir, monkeypatch: pytest.MonkeyPatch, words: str, completed: str
+) -> None:
+    monkeypatch.setenv("_WEFT_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"weft {words}")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    assert command().out.split() == [completed]

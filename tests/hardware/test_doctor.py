@@ -59,6 +59,12 @@ def test_an_old_python_fails() -> None:
     assert "install Python 3.11 or newer" in check.remedy
 
 
+def test_windows_fails_and_names_wsl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Windows")
+    check = doctor.check_python((3, 12, 1))
+    assert check.status == "fail" and check.remedy == "train inside WSL; weft plan works here"
+
+
 def test_an_old_or_missing_library_fails_with_the_command_to_run() -> None:
     old = doctor.check_version("pydantic", (99, 1))
     assert old.status == "fail"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from weft.hardware.can_train import check_can_train
 from weft.job.registry import Registry
 
 SECTIONS = ("Train", "Plan and prove", "Watch", "Results", "Data and machine")
@@ -25,6 +27,8 @@ class Command:
     """Its heading in `weft --help`, one of SECTIONS."""
     group_help: str = ""
     """For a command of two words: the help text of the first, if no command has that name."""
+    trains: bool = False
+    """Whether it computes with torch or starts ranks. Where that is impossible it ends with one sentence."""
 
     @property
     def group(self) -> str:
@@ -32,15 +36,24 @@ class Command:
         return self.name.split()[0]
 
     def load(self) -> Callable[..., Any]:
-        """The function, imported."""
+        """The function, imported. If the command trains, the function first checks that this machine can."""
         module, name = self.function.split(":")
         loaded: Callable[..., Any] = getattr(importlib.import_module(module), name)
-        return loaded
+        if not self.trains:
+            return loaded
+
+        @functools.wraps(loaded)
+        def checked(*args: Any, **options: Any) -> Any:
+            check_can_train(f"weft {self.name}")
+            return loaded(*args, **options)
+
+        return checked
 
 
 COMMANDS: Registry[Command] = Registry("command", __name__)
 
 TRAIN, PLAN, WATCH, RESULTS, MACHINE = SECTIONS
+TRAINING = {"train", "prove", "dryrun", "generate", "import", "calibrate"}
 
 for name, function, section in (
     ("train", "train:train", TRAIN),
@@ -63,7 +76,7 @@ for name, function, section in (
     ("doctor", "machine:doctor", MACHINE),
     ("calibrate", "planning:calibrate", MACHINE),
 ):
-    COMMANDS.register(Command(name, f"weft.cli.{function}", section))
+    COMMANDS.register(Command(name, f"weft.cli.{function}", section, trains=name in TRAINING))
 
 for name, function, help_text in (
     ("data build", "data:data_build", "Build and convert token stores."),
@@ -74,4 +87,4 @@ for name, function, help_text in (
     ("bench tiers", "bench:bench_tiers", "Measure this machine."),
     ("bench power", "bench:bench_power", "Measure this machine."),
 ):
-    COMMANDS.register(Command(name, f"weft.cli.{function}", MACHINE, help_text))
+    COMMANDS.register(Command(name, f"weft.cli.{function}", MACHINE, help_text, trains=name.startswith("bench")))

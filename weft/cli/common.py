@@ -7,15 +7,36 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-JobArg = Annotated[str, typer.Argument(metavar="JOB", help="A recipe's name or a YAML file.")]
+
+def _complete_recipe(incomplete: str) -> list[str]:
+    """Recipes that begin so. Where there is none the shell completes file names."""
+    from weft.job.load import recipes
+
+    return [name for name in recipes() if name.startswith(incomplete)]
+
+
+def _complete_run(incomplete: str) -> list[str]:
+    """Runs below runs/ that begin so."""
+    return sorted(
+        path.parent.name for path in Path("runs").glob("*/job.yaml") if path.parent.name.startswith(incomplete)
+    )
+
+
+JobArg = Annotated[
+    str, typer.Argument(metavar="JOB", help="A recipe's name or a YAML file.", autocompletion=_complete_recipe)
+]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the job, such as optim.lr=3e-4.")
 ]
-RunArg = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or its name below runs/.")]
+RunArg = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="A run's folder, or its name below runs/.", autocompletion=_complete_run),
+]
 Nproc = Annotated[int | None, typer.Option("--nproc", "-n", min=1, help="Number of ranks on this machine.")]
 Device = Annotated[
     str | None, typer.Option(help="cpu or cuda; ranks share GPUs where there are fewer of them.", show_default=False)

@@ -64,6 +64,7 @@ def lesson(
     as_json: AsJson = False,
 ) -> None:
     """Run a lesson. Each shows one kind of parallelism by hand in plain PyTorch, on local ranks."""
+    from weft.hardware.can_train import check_can_train
     from weft.job.errors import JobError
     from weft.job.load import lessons
 
@@ -77,6 +78,7 @@ def lesson(
         return
     if name not in known:
         raise JobError(f"unknown lesson {name!r}; lessons: {', '.join(known) or 'none'}")
+    check_can_train(f"weft lesson {name}")
     clean_up_on_interrupt()
     ended = subprocess.run(
         [sys.executable, known[name]], check=False, text=True, stdout=subprocess.PIPE if as_json else None

@@ -111,6 +111,12 @@ def main() -> None:
         code = int(Exit.INTERRUPTED)
     except MemoryError:
         code, text = int(Exit.MACHINE), "memory ran out"
+    except ModuleNotFoundError as error:
+        from weft.hardware.can_train import explain_missing_module
+
+        if (reason := explain_missing_module(error)) is None:
+            raise
+        code, text = int(Exit.MACHINE), f"{' '.join(['weft', *sys.argv[1:2]])} {reason}"
     except OSError as error:
         flush_or_discard(stdout.stream)
         code, text = int(Exit.MACHINE), describe_file_error(error)

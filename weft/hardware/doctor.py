@@ -88,7 +88,10 @@ def check_python(version: tuple[int, ...]) -> Check:
         return Check(
             "python", "fail", f"Python {text}", "install Python 3.11 or newer and make a new environment with it"
         )
-    return Check("python", "ok", f"Python {text} ({platform.system()} {platform.machine()})")
+    detail = f"Python {text} ({platform.system()} {platform.machine()})"
+    if platform.system() == "Windows":
+        return Check("python", "fail", detail, "train inside WSL; weft plan works here")
+    return Check("python", "ok", detail)
 
 
 def check_version(name: str, least: tuple[int, ...]) -> Check:

@@ -1,7 +1,6 @@
 """User-facing errors, each with the exit code of the command line, and errors of files in words."""
 
 import errno
-import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -65,6 +64,8 @@ def check_output_file(path: Path, what: str, example: str) -> None:
 
 
 def _limit_remedy() -> str:
+    import resource  # absent on Windows, where EFBIG does not occur
+
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit == resource.RLIM_INFINITY:
         return "this file system cannot hold a file of that size; use another one"
@@ -74,7 +75,7 @@ def _limit_remedy() -> str:
 REMEDIES: dict[int, Callable[[], str]] = {
     errno.EFBIG: _limit_remedy,
     errno.ENOSPC: lambda: "free some space there",
-    errno.EDQUOT: lambda: "free some space there, or raise your quota",
+    getattr(errno, "EDQUOT", -1): lambda: "free some space there, or raise your quota",  # not on Windows
     errno.EROFS: lambda: "use a folder that can be written",
 }
 """What to do about errors of the system."""

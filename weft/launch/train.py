@@ -12,6 +12,7 @@ from pathlib import Path
 from weft.checkpoint.format import entries
 from weft.data.epochs import with_steps
 from weft.data.open_dataset import check_dataset
+from weft.hardware.can_train import check_can_train
 from weft.hardware.probe import probe
 from weft.hardware.rank_environment import export_torchrun_variables
 from weft.job.errors import Exit, FitError, JobError, MachineError
@@ -38,6 +39,7 @@ from weft.watch.report import write_report
 
 def prepare(job: Job, nproc: int | None = None) -> tuple[Job, Plan]:
     """Plan a job and refuse what cannot run, before any process starts."""
+    check_can_train("training")
     job, plan = make_plan(with_steps(job), nproc)
     check(job, plan, RUNNABLE)
     if plan.device == "cuda" and not probe().gpus:

@@ -11,11 +11,15 @@ from typing import Protocol, Self
 from weft.job.errors import Exit
 
 STOP_CODES = {
-    signal.SIGTERM: Exit.PREEMPTED,
-    signal.SIGUSR1: Exit.PREEMPTED,
-    signal.SIGHUP: Exit.PREEMPTED,
-    signal.SIGQUIT: Exit.PREEMPTED,
-    signal.SIGINT: Exit.INTERRUPTED,
+    getattr(signal, name): code
+    for name, code in (
+        ("SIGTERM", Exit.PREEMPTED),
+        ("SIGUSR1", Exit.PREEMPTED),
+        ("SIGHUP", Exit.PREEMPTED),
+        ("SIGQUIT", Exit.PREEMPTED),
+        ("SIGINT", Exit.INTERRUPTED),
+    )
+    if hasattr(signal, name)  # Windows has two of them
 }
 """The exit code of a run that was asked to stop by each signal."""
 

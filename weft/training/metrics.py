@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import resource
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -277,7 +278,8 @@ def peak_memory_gib(device: torch.device) -> float:
     such as its snapshots, which are no part of a plan."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - _shared_kib()) / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**30 if sys.platform == "darwin" else (peak - _shared_kib()) / 2**20  # macOS counts bytes
 
 
 def _shared_kib() -> int:
