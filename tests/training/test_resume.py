@@ -166,8 +166,9 @@ def test_ctrl_c_during_an_evaluation(folder: Path) -> None:
 def test_a_finished_run_is_reported(folder: Path, killed: tuple[Output, Output]) -> None:
     run = run_of(folder, "killed")
     before = run.metrics.read_bytes()
-    result = weft(folder, "train", "job.yaml", "name=killed", ALONE, "model.dropout=0.2")
+    result = weft(folder, "train", "job.yaml", "name=killed", ALONE, "model.dropout=0.2", "optim.lr=0.5")
     assert result.code == 0
+    assert "is 0.5 now: it counts from the next step on" in result.err
     assert "model.dropout was 0.1 until here and is 0.2 now: the weights were trained with the former" in result.err
     assert f"already done at step {STEPS}; raise train.steps to continue, or use --fresh to start again" in result.err
     assert run.metrics.read_bytes() == before

@@ -202,10 +202,14 @@ def export(
         str | None, typer.Option(help="Largest size of a file, such as 5GB. Default: one file; for hf, 5GB.")
     ] = None,
     ema: Annotated[bool, typer.Option(help="Export the moving average of the weights.")] = False,
+    trust_module: Annotated[
+        bool, typer.Option(help="Import a module that the checkpoint names and the run's job.yaml does not.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Export the weights of a run, for other tools, or its metrics, for a tracker."""
     from weft.job.errors import JobError
+    from weft.job.load import load_job
     from weft.job.run_folder import find_run
     from weft.job.watch import TRACKERS
 
@@ -225,8 +229,9 @@ def export(
     )
     folder = find_run(run)
     clean_up_on_interrupt()
+    own = load_job(str(folder.job))
     found, path = newest(folder), out or folder.path / FILES[to]
-    size = export_run(folder, found, to, path, options)
+    size = export_run(folder, found, to, path, options, own, trust_module)
     if as_json:
         print_json({"path": str(path), "step": found.step, "bytes": size})
     else:

@@ -27,6 +27,7 @@ def train(
     from weft.launch.claims import claimed_for_run
     from weft.launch.node import start_node, this_node
     from weft.launch.train import join, prepare, start
+    from weft.planner.advice.auto_gain import auto_gain
 
     described = load_job(job, overrides or ())
     clean_up_on_interrupt()
@@ -38,6 +39,8 @@ def train(
         if place is not None:
             raise typer.Exit(start_node(described, place, nproc, log=print_stderr, inherit=inherit))
         prepared = prepare(described, nproc)
+        if (gain := auto_gain(described, prepared[1])) is not None:
+            print_stderr(f"faster: {gain}")
         raise typer.Exit(start(*prepared, fresh=fresh, resilient=resilient, log=print_stderr, inherit=inherit))
 
 
