@@ -1,5 +1,5 @@
-"""What a run says about its data before the first step: an evaluation without samples, a batch larger than the data, and
-sequences longer than a published model was trained on."""
+"""What a run says about its data before the first step: an evaluation without samples, a batch larger than the data,
+and sequences longer than a published model was trained on."""
 
 from __future__ import annotations
 

@@ -54,10 +54,13 @@ def auto_gain(job: Job, plan: Plan, calibration: Calibration | None = None) -> A
 
 
 def with_auto(job: Job) -> tuple[Job, tuple[str, ...]]:
-    """The job with layout, recompute and microbatch on auto, and the settings that this changes."""
-    train = {name: "auto" for name in ("microbatch", "accumulation") if getattr(job.train, name) != "auto"}
-    settings = [f"train.{name}=auto" for name in train]
-    changes: dict[str, Any] = {"train": job.train.model_copy(update=train)}
+    """The job with layout, recompute and microbatch on auto, and the settings that this changes. A number of
+    microbatches (train.accumulation) stays: who writes it wants that many."""
+    changes: dict[str, Any] = {}
+    settings: list[str] = []
+    if job.train.microbatch != "auto" and job.train.accumulation == "auto":
+        changes["train"] = job.train.model_copy(update={"microbatch": "auto"})
+        settings.append("train.microbatch=auto")
     if job.memory.recompute != "auto":
         changes["memory"] = job.memory.model_copy(update={"recompute": "auto"})
         settings.insert(0, "memory.recompute=auto")
