@@ -13,6 +13,7 @@ import yaml
 from weft.job.errors import JobError
 from weft.job.extensions import import_extensions
 from weft.job.model import expand_model
+from weft.job.run_name import as_run_name
 from weft.job.schema import Job
 from weft.job.section import plain_types
 from weft.job.sync import expand
@@ -203,7 +204,7 @@ def _raw_job(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise JobError(f"{path} must hold sections such as `model:` and `train:`, not a {type(raw).__name__}")
     raw = {key: value for key, value in raw.items() if value is not None}  # an empty section
-    raw.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", path.stem))
+    raw.setdefault("name", as_run_name(path.stem) or path.stem)
     return raw
 
 
