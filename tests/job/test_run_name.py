@@ -35,3 +35,12 @@ def test_json_is_utf_8_in_every_locale(tmp_path: Path) -> None:
     assert result.code == 0, result.err
     assert json.loads(result.out)["job"]["name"] == "李白"
     assert "李白" in result.out
+
+
+def test_a_published_checkpoint_is_no_job(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(JobError, match="is a published checkpoint, not a job; weft import "):
+        load_job(str(tmp_path))
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(JobError, match=r"is a folder without job\.yaml"):
+        load_job(str(tmp_path))

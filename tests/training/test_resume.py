@@ -278,7 +278,7 @@ def test_a_rank_that_raises_is_named(folder: Path) -> None:
     cause, where = result.err.splitlines()[-2:]
     assert re.match(r"rank 1 \(dp_shard1\) failed in own_models\.py:\d+ in forward: ", cause)
     assert cause.endswith("ValueError: the third step is too much for me")
-    assert where == "traceback: runs/raised/logs/rank-1.log; start the same command again to resume"
+    assert where == "traceback: runs/raised/logs/rank-1.log; once it is mended, the same command resumes"
     log = (folder / "runs/raised/logs/rank-1.log").read_text(encoding="utf-8")
     assert "own_models.py" in log
     assert "Traceback" in log

@@ -53,7 +53,7 @@ def generate(
         str | None,
         typer.Option(help="Chat template of --chat: chatml, plain or a .jinja file. Default: the tokenizer's."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Random seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the sampling.")] = 0,
     ema: Annotated[bool, typer.Option(help="Use the moving average of the weights.")] = False,
     trust_module: Annotated[
         bool, typer.Option(help="Import a module that the checkpoint names and the run's job.yaml does not.")
@@ -70,6 +70,8 @@ def generate(
 
     if temperature != 0 and not temperature >= MIN_TEMPERATURE:
         raise JobError(f"--temperature {temperature:g} is too small; use 0 or at least {MIN_TEMPERATURE}")
+    if not -(2**63) <= seed < 2**63:
+        raise JobError(f"--seed {seed} is too large; use a number of up to 18 digits")
     folder, prompts = find_run(run), prompt or ["The "]
     own, found = load_job(str(folder.job)), newest(folder)
     job = saved_job(found, own, trust_module)

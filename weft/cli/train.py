@@ -22,6 +22,8 @@ def train(
 ) -> None:
     """Train a job. A run that is started again resumes; ranks started by torchrun or mpirun join."""
     _exit_on_signals()
+    if "RANK" not in os.environ:
+        print_stderr(f"weft train {job}: planning, then starting the ranks")
     from weft.hardware.rank_environment import export_torchrun_variables
     from weft.job.load import load_job
     from weft.launch.claims import claimed_for_run

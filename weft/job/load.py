@@ -173,6 +173,13 @@ def find_job(name: str) -> Path:
     known = recipes()
     if name in known:
         return known[name]
+    if (path / "config.json").is_file():
+        raise JobError(
+            f"{name} is a published checkpoint, not a job; weft import {name} makes a run of it that weft train takes, "
+            f"and model=hf:{name} starts a job from its weights"
+        )
+    if path.is_dir():
+        raise JobError(f"{name} is a folder without job.yaml; name a YAML file, a run's folder or a recipe")
     if path.suffix in {".yaml", ".yml"} or "/" in name:
         raise JobError(f"there is no job file {name}")
     near = difflib.get_close_matches(name, known, n=1)
