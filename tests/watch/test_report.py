@@ -251,8 +251,9 @@ def test_smoothing_follows_the_data() -> None:
 def test_restarts_from_memory_are_counted_and_faults_marked(tmp_path: Path, make_run: Make) -> None:
     """A run that goes on from snapshots in memory writes no event `resume`."""
     run = make_run(tmp_path / "a", steps=50)
-    start, killed = {"event": "start"}, {"event": "fault", "fault": "kill", "rank": 1}
-    events = [
+    start: dict[str, Any] = {"event": "start"}
+    killed: dict[str, Any] = {"event": "fault", "fault": "kill", "rank": 1}
+    events: list[dict[str, Any]] = [
         {**start, "step": 0}, {**killed, "step": 12}, {**start, "step": 10}, {**killed, "step": 22},
         {**start, "step": 20}, {"event": "fault", "fault": "slow_rank", "step": 30},
         {"event": "recovered", "how": "rollback", "step": 30}, {**start, "step": 29}, {**start, "step": 40},

@@ -139,7 +139,7 @@ def _prepare_streams(as_json: bool) -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
         if number and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
-            stream.reconfigure(errors="replace", **({"encoding": "utf-8"} if as_json and number == 1 else {}))
+            stream.reconfigure(errors="replace", encoding="utf-8" if as_json and number == 1 else None)
 
 
 class _CountedOutput:

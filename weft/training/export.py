@@ -169,9 +169,9 @@ def export_run(
     _check_folder(out)
     job = saved_job(found, own, trust_module)
     model = job.model
-    own = bool(model.module) and not (to == "hf" and model.towers)
+    is_user_module = bool(model.module) and not (to == "hf" and model.towers)
     written = model.takes_tokens or model.takes_patches or model.towers if to == "hf" else model.continues_text
-    if own or not written:
+    if is_user_module or not written:
         what = job.model.module or f"model.family={job.model.family}"
         kinds = "language models, vit and clip" if to == "hf" else "language models"
         raise JobError(f"--to {to} writes {kinds}, and this run trains {what}; --to safetensors would work")

@@ -14,8 +14,8 @@ def explain_index_error(error: IndexError) -> str:
         return str(error)
     rows, index = sizes
     return (
-        f"{error} (an embedding of {rows:,} rows was asked for row {index:,}: if it holds positions, data.seq_len={rows} "
-        f"would fit; if it holds tokens, at least {index + 1:,} rows would)"
+        f"{error} (an embedding of {rows:,} rows was asked for row {index:,}: if it holds positions, "
+        f"data.seq_len={rows} would fit; if it holds tokens, at least {index + 1:,} rows would)"
     )
 
 
