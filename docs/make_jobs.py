@@ -62,10 +62,10 @@ and training read the entry, so a module of a few lines adds one:
 # my_package/lion.py
 {example}```
 
-with `extensions: [my_package.lion]` and `optim: {name: lion, schedule: inverse-sqrt}` in the job. `weft/job/optim.py`, `compression.py` and
-`model.py` describe the fields of an entry; `tests/helpers/extensions/` has an optimizer, a compressor and a model
-family. Modules are imported from the installed packages and the current folder, for job files only: names in a
-checkpoint are never imported.
+with `extensions: [my_package.lion]` and `optim: {name: lion, schedule: inverse-sqrt}` in the job. `weft/job/optim.py`,
+`compression.py` and `model.py` describe the fields of an entry; `tests/helpers/extensions/` has an optimizer, a
+compressor and a model family. Modules are imported from the installed packages and the current folder, for job files
+only: names in a checkpoint are never imported.
 """
 
 WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}

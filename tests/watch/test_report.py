@@ -200,7 +200,11 @@ def test_tokens_are_counted_once() -> None:
 
 def test_resumes_are_marked_in_every_figure_over_steps(tmp_path: Path, make_run: Make) -> None:
     run = make_run(tmp_path / "a")
-    events = [{"event": "resume", "step": 40}, {"event": "resume", "step": 60}, {"event": "resume"}]
+    events: list[dict[str, Any]] = [
+        {"event": "resume", "step": 40},
+        {"event": "resume", "step": 60},
+        {"event": "resume"},
+    ]
     drawn = {f.id: f for f in figures(read_metrics(run.metrics), events, {"predicted": {"memory_gib": 0.5}})}
     for name in ("loss", "lr", "grad", "throughput", "mfu", "memory"):
         shapes = drawn[name].layout["shapes"]

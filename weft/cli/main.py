@@ -128,7 +128,7 @@ def main() -> None:
     sys.exit(code)
 
 
-def _prepare_streams(as_json: bool) -> None:
+def _prepare_streams(as_json: bool = False) -> None:
     """Open closed standard files, else the next file that is opened would get their output; replace characters that
     the terminal's encoding lacks (LANG=C). JSON is written in UTF-8 in any locale."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
