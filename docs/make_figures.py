@@ -82,6 +82,9 @@ LAYOUTS_8B = (
 )  # fmt: skip
 
 
+FIXED_8B = ("train.global_batch=8", "train.microbatch=1", "memory.recompute=full")
+
+
 def layouts_8b() -> str:
     """Memory and traffic of Llama 8B in some layouts."""
     from weft.hardware.catalog import find_device
@@ -89,7 +92,7 @@ def layouts_8b() -> str:
     limit = find_device("h100-sxm").memory_gib
     rows = ["| layout | memory a rank | traffic a rank and step |", "|---|---|---|"]
     for layout in LAYOUTS_8B:
-        job = weft.load_job("llama-8b-8xh100", [f"parallel={json.dumps(layout)}", "train.global_batch=8"])
+        job = weft.load_job("llama-8b-8xh100", [f"parallel={json.dumps(layout)}", *FIXED_8B])
         plan = weft.make_plan(job)[1]
         memory, traffic = plan.predicted["memory_gib"], plan.predicted["communication_mib"] / 1024
         note = f": does not fit in {limit:.1f}" if memory > limit else ""

@@ -50,6 +50,8 @@ In the tables, – means that the default depends on the shape, the family or an
 <!-- Written by docs/make_jobs.py from the sections in weft/job/: change the text there. -->
 """
 
+EXAMPLE = Path(__file__).parents[1] / "tests" / "helpers" / "extensions" / "lion.py"
+"""The module of the page, which tests train with."""
 KINDS = """\
 ## Kinds, and kinds of your own
 
@@ -58,20 +60,12 @@ and training read the entry, so a module of a few lines adds one:
 
 ```python
 # my_package/lion.py
-from weft.job.optim import OPTIMIZERS, Optimizer
+{example}```
 
-
-def build(optim, groups):  # the `optim` section, and parameter groups as torch takes them
-    return Lion(groups, lr=optim.lr, betas=optim.betas)
-
-
-OPTIMIZERS.register(Optimizer("lion", "Lion.", "my_package.lion:build", state=lambda optim, weight: weight.held))
-```
-
-with `extensions: [my_package.lion]` and `optim: {name: lion}` in the job. `weft/job/optim.py`, `compression.py` and
-`model.py` describe the fields of an entry; `tests/helpers/extensions/` has an optimizer, a compressor and a model
-family. Modules are imported from the installed packages and the current folder, for job files only: names in a
-checkpoint are never imported.
+with `extensions: [my_package.lion]` and `optim: {name: lion, schedule: inverse-sqrt}` in the job. `weft/job/optim.py`,
+`compression.py` and `model.py` describe the fields of an entry; `tests/helpers/extensions/` has an optimizer, a
+compressor and a model family. Modules are imported from the installed packages and the current folder, for job files
+only: names in a checkpoint are never imported.
 """
 
 WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
@@ -190,7 +184,7 @@ def kinds() -> str:
     rows = ["| field | name | what it is |", "|---|---|---|"]
     for registry in (OPTIMIZERS, LR_SCHEDULES, COMPRESSORS, FAMILIES):
         rows += [f"| `{registry.field}` | `{entry.name}` | {entry.help} |" for entry in registry]
-    return "\n".join([KINDS, *rows]) + "\n"
+    return "\n".join([KINDS.replace("{example}", EXAMPLE.read_text(encoding="utf-8")), *rows]) + "\n"
 
 
 if __name__ == "__main__":

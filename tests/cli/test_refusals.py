@@ -63,7 +63,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arg
         (("tune", "job.yaml", "--over", "optim.lr=1e-4..1e-3", "--out", "a/b"), "--out a/b: there is no folder a"),
         (("generate", "tiny", "--temperature", "1e-300"), "--temperature 1e-300 is too small; use 0 or at least 0.001"),
         (("generate", "tiny", "--temperature", "1e9"), "'--temperature'"),
-        (("generate", "tiny", "--seed", str(2**70)), "'--seed'"),
+        (("generate", "tiny", "--seed", str(2**70)), "--seed 1180591620717411303424 is too large"),
         (("plan", "job.yaml", "--nproc", "0"), "'--nproc'"),
         (("plan", "nothing"), "no recipe and no file is named 'nothing'"),
     ],

@@ -19,7 +19,7 @@ extensions: [helpers.extensions.lion, helpers.extensions.float8, helpers.extensi
 model: {family: residual-mlp, dim: 32, layers: 4}
 data: {source: synthetic}
 train: {steps: 30, global_batch: 8, eval_every: 0}
-optim: {name: lion, lr: 1e-3, warmup: 0}
+optim: {name: lion, lr: 1e-3, warmup: 10, schedule: inverse-sqrt}
 comm: {compression: float8}
 parallel: {dp_replicate: 2, dp_shard: 1}
 cluster: {device: cpu, devices_per_node: 2}

@@ -166,8 +166,9 @@ def test_ctrl_c_during_an_evaluation(folder: Path) -> None:
 def test_a_finished_run_is_reported(folder: Path, killed: tuple[Output, Output]) -> None:
     run = run_of(folder, "killed")
     before = run.metrics.read_bytes()
-    result = weft(folder, "train", "job.yaml", "name=killed", ALONE, "model.dropout=0.2")
+    result = weft(folder, "train", "job.yaml", "name=killed", ALONE, "model.dropout=0.2", "optim.lr=0.5")
     assert result.code == 0
+    assert "is 0.5 now: it counts from the next step on" in result.err
     assert "model.dropout was 0.1 until here and is 0.2 now: the weights were trained with the former" in result.err
     assert f"already done at step {STEPS}; raise train.steps to continue, or use --fresh to start again" in result.err
     assert run.metrics.read_bytes() == before
@@ -277,7 +278,7 @@ def test_a_rank_that_raises_is_named(folder: Path) -> None:
     cause, where = result.err.splitlines()[-2:]
     assert re.match(r"rank 1 \(dp_shard1\) failed in own_models\.py:\d+ in forward: ", cause)
     assert cause.endswith("ValueError: the third step is too much for me")
-    assert where == "traceback: runs/raised/logs/rank-1.log; start the same command again to resume"
+    assert where == "traceback: runs/raised/logs/rank-1.log; once it is mended, the same command resumes"
     log = (folder / "runs/raised/logs/rank-1.log").read_text(encoding="utf-8")
     assert "own_models.py" in log
     assert "Traceback" in log

@@ -200,7 +200,11 @@ def test_tokens_are_counted_once() -> None:
 
 def test_resumes_are_marked_in_every_figure_over_steps(tmp_path: Path, make_run: Make) -> None:
     run = make_run(tmp_path / "a")
-    events = [{"event": "resume", "step": 40}, {"event": "resume", "step": 60}, {"event": "resume"}]
+    events: list[dict[str, Any]] = [
+        {"event": "resume", "step": 40},
+        {"event": "resume", "step": 60},
+        {"event": "resume"},
+    ]
     drawn = {f.id: f for f in figures(read_metrics(run.metrics), events, {"predicted": {"memory_gib": 0.5}})}
     for name in ("loss", "lr", "grad", "throughput", "mfu", "memory"):
         shapes = drawn[name].layout["shapes"]
@@ -239,9 +243,31 @@ def test_thinning_keeps_peaks_ends_and_gaps() -> None:
     assert xs == sorted(xs)
 
 
-def test_smoothing_starts_unbiased() -> None:
+def test_smoothing_follows_the_data() -> None:
     assert smooth([3.0, None, 3.0]) == [3.0, None, pytest.approx(3.0)]
     assert smooth([]) == []
+    falling: list[float | None] = [10.0 - 0.01 * i for i in range(1000)]
+    assert smooth(falling) == pytest.approx(falling), "an average of earlier steps would be above them"
+    steep = [2.0 + 4.0 * 0.9**i for i in range(600)]
+    assert max(abs(a - b) for a, b in zip(smooth(steep), steep, strict=True) if a is not None) < 0.3
+
+
+def test_restarts_from_memory_are_counted_and_faults_marked(tmp_path: Path, make_run: Make) -> None:
+    """A run that goes on from snapshots in memory writes no event `resume`."""
+    run = make_run(tmp_path / "a", steps=50)
+    start: dict[str, Any] = {"event": "start"}
+    killed: dict[str, Any] = {"event": "fault", "fault": "kill", "rank": 1}
+    events: list[dict[str, Any]] = [
+        {**start, "step": 0}, {**killed, "step": 12}, {**start, "step": 10}, {**killed, "step": 22},
+        {**start, "step": 20}, {"event": "fault", "fault": "slow_rank", "step": 30},
+        {"event": "recovered", "how": "rollback", "step": 30}, {**start, "step": 29}, {**start, "step": 40},
+    ]  # fmt: skip
+    tiles = {title: (value, note) for title, value, note in key_figures(read_metrics(run.metrics), events, {})}
+    assert tiles["Restarts"] == ("3", "2 × kill, slow rank")
+    drawn = {f.id: f for f in figures(read_metrics(run.metrics), events, {})}
+    marks = [(s["x0"], s["name"], s["showlegend"]) for s in drawn["throughput"].layout["shapes"]]
+    assert (12, "fault: kill", True) in marks and (22, "fault: kill", False) in marks
+    assert (30, "fault: slow rank", True) in marks and (10, "resumed", True) in marks
 
 
 @pytest.fixture

@@ -70,8 +70,8 @@ def flush_or_discard(stream: Any) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print a result as JSON on stdout."""
-    print(json.dumps(value, indent=2, default=str))
+    """Print a result as JSON on stdout, in UTF-8 as it is written elsewhere."""
+    print(json.dumps(value, indent=2, default=str, ensure_ascii=False))
 
 
 def clean_up_on_interrupt() -> None:

@@ -94,7 +94,7 @@ def main() -> None:
     # another Ctrl-C during shutdown does not change the exit code
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     as_json = "--json" in sys.argv[1:]
-    _prepare_streams()
+    _prepare_streams(as_json)
     stdout = _CountedOutput(sys.stdout)
     sys.stdout = stdout
     code, text = int(Exit.DONE), ""
@@ -134,9 +134,9 @@ def main() -> None:
     sys.exit(code)
 
 
-def _prepare_streams() -> None:
+def _prepare_streams(as_json: bool = False) -> None:
     """Open closed standard files, else the next file that is opened would get their output; replace characters that
-    the terminal's encoding lacks (LANG=C)."""
+    the terminal's encoding lacks (LANG=C). JSON is written in UTF-8 in any locale."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -145,7 +145,7 @@ def _prepare_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
         if number and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors="replace", encoding="utf-8" if as_json and number == 1 else None)
 
 
 class _CountedOutput:

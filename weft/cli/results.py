@@ -53,7 +53,7 @@ def generate(
         str | None,
         typer.Option(help="Chat template of --chat: chatml, plain or a .jinja file. Default: the tokenizer's."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Random seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the sampling.")] = 0,
     ema: Annotated[bool, typer.Option(help="Use the moving average of the weights.")] = False,
     trust_module: Annotated[
         bool, typer.Option(help="Import a module that the checkpoint names and the run's job.yaml does not.")
@@ -70,6 +70,8 @@ def generate(
 
     if temperature != 0 and not temperature >= MIN_TEMPERATURE:
         raise JobError(f"--temperature {temperature:g} is too small; use 0 or at least {MIN_TEMPERATURE}")
+    if not -(2**63) <= seed < 2**63:
+        raise JobError(f"--seed {seed} is too large; use a number of up to 18 digits")
     folder, prompts = find_run(run), prompt or ["The "]
     own, found = load_job(str(folder.job)), newest(folder)
     job = saved_job(found, own, trust_module)
@@ -202,10 +204,14 @@ def export(
         str | None, typer.Option(help="Largest size of a file, such as 5GB. Default: one file; for hf, 5GB.")
     ] = None,
     ema: Annotated[bool, typer.Option(help="Export the moving average of the weights.")] = False,
+    trust_module: Annotated[
+        bool, typer.Option(help="Import a module that the checkpoint names and the run's job.yaml does not.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Export the weights of a run, for other tools, or its metrics, for a tracker."""
     from weft.job.errors import JobError
+    from weft.job.load import load_job
     from weft.job.run_folder import find_run
     from weft.job.watch import TRACKERS
 
@@ -225,8 +231,9 @@ def export(
     )
     folder = find_run(run)
     clean_up_on_interrupt()
+    own = load_job(str(folder.job))
     found, path = newest(folder), out or folder.path / FILES[to]
-    size = export_run(folder, found, to, path, options)
+    size = export_run(folder, found, to, path, options, own, trust_module)
     if as_json:
         print_json({"path": str(path), "step": found.step, "bytes": size})
     else:

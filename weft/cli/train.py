@@ -22,11 +22,14 @@ def train(
 ) -> None:
     """Train a job. A run that is started again resumes; ranks started by torchrun or mpirun join."""
     _exit_on_signals()
+    if "RANK" not in os.environ:
+        print_stderr(f"weft train {job}: planning, then starting the ranks")
     from weft.hardware.rank_environment import export_torchrun_variables
     from weft.job.load import load_job
     from weft.launch.claims import claimed_for_run
     from weft.launch.node import start_node, this_node
     from weft.launch.train import join, prepare, start
+    from weft.planner.advice.auto_gain import auto_gain
 
     described = load_job(job, overrides or ())
     clean_up_on_interrupt()
@@ -38,6 +41,8 @@ def train(
         if place is not None:
             raise typer.Exit(start_node(described, place, nproc, log=print_stderr, inherit=inherit))
         prepared = prepare(described, nproc)
+        if (gain := auto_gain(described, prepared[1])) is not None:
+            print_stderr(f"faster: {gain}")
         raise typer.Exit(start(*prepared, fresh=fresh, resilient=resilient, log=print_stderr, inherit=inherit))
 
 

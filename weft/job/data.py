@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from weft.job.data_files.token_files import MASK
 from weft.job.model_parts.loss_settings import NamedLoss
+from weft.job.run_name import NAME_PATTERN
 from weft.job.section import Section
 
 PAD_MULTIPLE = 8
@@ -20,7 +21,7 @@ class MixtureSource(Section):
 
     source: str
     """As data.source."""
-    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str | None = Field(None, pattern=NAME_PATTERN)
     """Name of the task: steps record its loss as loss/NAME, evaluations as val_loss/NAME. Give every source one, or
     none."""
     loss: NamedLoss | None = None

@@ -13,6 +13,7 @@ import yaml
 from weft.job.errors import JobError
 from weft.job.extensions import import_extensions
 from weft.job.model import expand_model
+from weft.job.run_name import as_run_name
 from weft.job.schema import Job
 from weft.job.section import plain_types
 from weft.job.sync import expand
@@ -172,6 +173,13 @@ def find_job(name: str) -> Path:
     known = recipes()
     if name in known:
         return known[name]
+    if (path / "config.json").is_file():
+        raise JobError(
+            f"{name} is a published checkpoint, not a job; weft import {name} makes a run of it that weft train takes, "
+            f"and model=hf:{name} starts a job from its weights"
+        )
+    if path.is_dir():
+        raise JobError(f"{name} is a folder without job.yaml; name a YAML file, a run's folder or a recipe")
     if path.suffix in {".yaml", ".yml"} or "/" in name:
         raise JobError(f"there is no job file {name}")
     near = difflib.get_close_matches(name, known, n=1)
@@ -203,7 +211,7 @@ def _raw_job(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise JobError(f"{path} must hold sections such as `model:` and `train:`, not a {type(raw).__name__}")
     raw = {key: value for key, value in raw.items() if value is not None}  # an empty section
-    raw.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", path.stem))
+    raw.setdefault("name", as_run_name(path.stem) or path.stem)
     return raw
 
 

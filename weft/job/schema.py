@@ -30,6 +30,7 @@ from weft.job.model_parts.tower_settings import TowerShape
 from weft.job.optim import Optim
 from weft.job.parallel import Parallel
 from weft.job.resilience import Resilience
+from weft.job.run_name import MAX_NAME_BYTES, NAME_PATTERN
 from weft.job.section import Section
 from weft.job.sync import Sync
 from weft.job.train import Train
@@ -74,7 +75,7 @@ __all__ = [
 class Job(Section):
     """The description of one training run."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
+    name: str = Field("run", pattern=NAME_PATTERN, max_length=MAX_NAME_BYTES)
     """Name of the run; its files are in runs/NAME."""
     model: Model = Model()
     """The model."""
@@ -113,6 +114,13 @@ class Job(Section):
     extensions: tuple[str, ...] = ()
     """Modules, such as my_package.lion, that register optimizers, schedules, compressors or model families of your own.
     They are imported before the rest of a job file is read, by every rank too."""
+
+    @field_validator("name")
+    @classmethod
+    def _short_name(cls, value: str) -> str:
+        if (size := len(value.encode())) > MAX_NAME_BYTES:
+            raise ValueError(f"must be of at most {MAX_NAME_BYTES} bytes in UTF-8, and this has {size}")
+        return value
 
     @field_validator("runs_dir")
     @classmethod

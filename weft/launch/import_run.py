@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple
@@ -19,6 +18,7 @@ from weft.comm.agreement import Agreement
 from weft.job.errors import JobError, MachineError
 from weft.job.load import parse_job
 from weft.job.run_folder import RunDir
+from weft.job.run_name import as_run_name
 from weft.job.schema import Job
 from weft.job.shapes import resolve
 from weft.launch.run_files import write_job_and_plan
@@ -90,7 +90,7 @@ def import_run(
     """
     foreign = open_tensor_files(Path(source).expanduser())
     folder = Path(source).expanduser() if foreign else find_folder(source)
-    name = name or re.sub(r"[^A-Za-z0-9._-]", "-", Path(source.rstrip("/")).name).lstrip(".-_") or "imported"
+    name = name or as_run_name(Path(source.rstrip("/")).name) or "imported"
     run = RunDir(Path(runs_dir) / name)
     side = run.path / SIDE_FOLDER
     weights: PretrainedWeights | ForeignWeights

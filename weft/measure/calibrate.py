@@ -299,4 +299,8 @@ def run_and_show(quick: bool, as_json: bool) -> None:
     """Measure, write hardware/NAME.json, and print the figures."""
     found = measure(quick, lambda text: print(f"measuring {text} …", file=sys.stderr, flush=True))
     path = found.write()
-    print(json.dumps({"path": str(path), **found.to_json()}, indent=2) if as_json else show(found, path))
+    print(
+        json.dumps({"path": str(path), **found.to_json()}, indent=2, ensure_ascii=False)
+        if as_json
+        else show(found, path)
+    )

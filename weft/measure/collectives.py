@@ -281,6 +281,6 @@ def run_and_show(
         print(f"measuring {count} cases on {ranks} ranks …", file=sys.stderr, flush=True)
         with RankPool(timeout_s=600) as pool:
             found = bench(pool, wanted, plan, seconds, names)
-    print(json.dumps(found.to_json(), indent=2) if as_json else show(found))
+    print(json.dumps(found.to_json(), indent=2, ensure_ascii=False) if as_json else show(found))
     if html is not None:
         print(f"written: {write_collectives_page(html, found.to_json())}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -87,6 +88,7 @@ def take_steps(session: Session, signals: Signals, count: int) -> Exit:
             if observers.between_steps():
                 metrics.start_clock()
     metrics.settle()
+    session.event("done", step=session.state.step, steps_done=count, seconds=time.time() - session.began)
     return Exit.DONE
 
 

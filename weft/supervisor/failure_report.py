@@ -50,7 +50,10 @@ def explain_failure(run: RunDir, codes: list[int], first: int, silent: list[int]
         log(f"weft: {cause['message']}")
         return int(cause["code"])
     log(f"{_rank_name(cause)} failed in {cause['where']}: {cause['kind']}: {cause['message']}")
-    log(f"traceback: {_log_path(run, cause['rank'])}; start the same command again to resume")
+    again = (
+        "start the same command again to resume" if cause["machine"] else "once it is mended, the same command resumes"
+    )
+    log(f"traceback: {_log_path(run, cause['rank'])}; {again}")
     return int(cause["code"])
 
 

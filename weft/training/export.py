@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +20,9 @@ from weft.data.chat.template import load_template
 from weft.data.sources import open_tokenizer
 from weft.data.store import is_store
 from weft.data.tokenizer import load_tokenizer
+from weft.job.checkpoint import Checkpoint
 from weft.job.errors import JobError, MachineError, check_output_file
-from weft.job.load import parse_job, read_job
+from weft.job.load import parse_job, read_fields
 from weft.job.model import FAMILIES
 from weft.job.run_folder import RunDir
 from weft.job.schema import Job
@@ -45,7 +46,8 @@ SHARD_BYTES = 5 * 10**9
 
 def newest(run: RunDir) -> SavedCheckpoint:
     """The newest good checkpoint of a run."""
-    folder = run.checkpoints_in(read_job(run.job).checkpoint.to)
+    section = read_fields(str(run.job)).get("checkpoint") or {}
+    folder = run.checkpoints_in(Checkpoint.model_validate(section).to)
     try:
         found = newest_good(folder)
     except OSError as error:
@@ -135,6 +137,14 @@ def load_model(found: SavedCheckpoint, job: Job, ema: bool = False) -> nn.Module
     return model.eval()
 
 
+def tied_copies(job: Job) -> dict[str, str]:
+    """The other names of tied parameters, which a checkpoint holds once, with the name in the checkpoint."""
+    model = meta_model(job.model)
+    names = {id(param): name for name, param in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: names[id(param)] for name, param in every if names[id(param)] != name}
+
+
 @dataclass(frozen=True)
 class ExportOptions:
     """What `weft export` writes besides the choice of a format."""
@@ -146,16 +156,22 @@ class ExportOptions:
     ema: bool = False
 
 
-def export_run(run: RunDir, found: SavedCheckpoint, to: str, out: Path, options: ExportOptions) -> int:
-    """Export a checkpoint in a format of FILES; returns the bytes of the weights."""
-    if to in ("safetensors", "torch"):
+def export_run(
+    run: RunDir, found: SavedCheckpoint, to: str, out: Path, options: ExportOptions, own: Job | None = None,
+    trust_module: bool = False,
+) -> int:  # fmt: skip
+    """Export a checkpoint in a format of FILES; returns the bytes of the weights. `own` is the job that the user gave,
+    whose module may be imported."""
+    if to == "safetensors":
         return export_file(found, to, out, options)
+    if to == "torch":
+        return export_file(found, to, out, options, tied_copies(saved_job(found, own, trust_module)))
     _check_folder(out)
-    job = saved_job(found)
+    job = saved_job(found, own, trust_module)
     model = job.model
-    own = bool(model.module) and not (to == "hf" and model.towers)
+    is_user_module = bool(model.module) and not (to == "hf" and model.towers)
     written = model.takes_tokens or model.takes_patches or model.towers if to == "hf" else model.continues_text
-    if own or not written:
+    if is_user_module or not written:
         what = job.model.module or f"model.family={job.model.family}"
         kinds = "language models, vit and clip" if to == "hf" else "language models"
         raise JobError(f"--to {to} writes {kinds}, and this run trains {what}; --to safetensors would work")
@@ -292,8 +308,12 @@ def _trained(tensors: _Tensors) -> list[str]:
     return [name for name, prefix in tensors.prefixes.items() if prefix != "buffer."]
 
 
-def export_file(found: SavedCheckpoint, to: str, out: Path, options: ExportOptions | None = None) -> int:
-    """Write every parameter and buffer, unsharded, under Weft's names, with the job in the file's metadata."""
+def export_file(
+    found: SavedCheckpoint, to: str, out: Path, options: ExportOptions | None = None,
+    copies: Mapping[str, str] | None = None,
+) -> int:  # fmt: skip
+    """Write every parameter and buffer, unsharded, under Weft's names, with the job in the file's metadata. Each of
+    `copies` is another name of a tensor."""
     check_output_file(out, "--out", FILES[to])
     options = options or ExportOptions()
     index, prefix = Index(found.path), "ema." if options.ema else "model."
@@ -303,7 +323,8 @@ def export_file(found: SavedCheckpoint, to: str, out: Path, options: ExportOptio
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name in names:
-            yield name, converted(load_named(index, [name], prefix)[name])
+            tensor = converted(load_named(index, [name], prefix)[name])
+            yield from ((n, tensor) for n in (name, *(copy for copy, of in (copies or {}).items() if of == name)))
         for name, buffer in load_buffers(found).items():
             yield name, converted(buffer) if buffer.is_floating_point() else buffer.contiguous()
 

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import sys
-import sysconfig
 import time
 import traceback
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.failure_report import remove_failure, write_failure
 from weft.supervisor.process_name import set_process_name
+from weft.training.error_text import where_raised
 from weft.training.stop_requests import Signals
 
 if TYPE_CHECKING:
@@ -134,8 +134,6 @@ def is_timeout(error: BaseException) -> bool:
 def record_failure(run: RunDir, rank: int, position: str, error: BaseException, plan: Plan) -> Plan | None:
     """Write the failure record for the launcher and the traceback to this rank's log. If memory ran out, also write and
     return a plan that needs less."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _of_library(f.filename)]
-    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
     with contextlib.suppress(OSError):  # a full disk, or a run folder that was moved away
         run.logs.mkdir(exist_ok=True)
         with (run.logs / f"rank-{rank}.log").open("a", encoding="utf-8") as log:
@@ -146,7 +144,7 @@ def record_failure(run: RunDir, rank: int, position: str, error: BaseException, 
         "time": time.time(),
         "kind": type(error).__name__,
         "message": explain_oom(error, plan) if is_oom(error) else str(error).strip(),
-        "where": where,
+        "where": where_raised(error),
         "expected": isinstance(error, WeftError),
         "echo": is_peer_failure(error),
         "machine": is_machine_failure(error),
@@ -157,16 +155,6 @@ def record_failure(run: RunDir, rank: int, position: str, error: BaseException, 
     smaller_plan = shrink(run, plan, error, rank, position) if is_oom(error) else None
     write_failure(run, rank, cause)
     return smaller_plan
-
-
-LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
-
-
-def _of_library(file: str) -> bool:
-    """Whether a source file is neither Weft's nor the user's own."""
-    return f"{os.sep}weft{os.sep}" not in file and (
-        file.startswith(("<", *LIBRARIES)) or f"{os.sep}dist-packages" in file
-    )
 
 
 def is_process_limit(error: BaseException) -> bool:

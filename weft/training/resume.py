@@ -17,6 +17,7 @@ from weft.data.dataset import fingerprint_of
 from weft.guards.loss_spikes import BASELINE_STEPS
 from weft.job.compression import parse_compression
 from weft.job.errors import JobError
+from weft.job.optim import Optim
 from weft.job.schema import Model
 from weft.parallel.data.local_sgd import Rounds
 from weft.planner.plan import Plan
@@ -42,6 +43,11 @@ SAMPLE_FIELDS = (
 
 MODEL_FIELDS = tuple(key for key in Model.model_fields if key not in ("shape", "max_len"))
 """Job fields that determine what the weights mean."""
+UPDATE_FIELDS = (
+    *(("optim", key) for key in Optim.model_fields),
+    *(("train", key) for key in ("global_batch", "batch_ramp", "label_smoothing", "ema")),
+)
+"""Job fields that determine an update from the gradients of its samples."""
 
 
 HISTORY = 256
@@ -177,7 +183,7 @@ def _begin(session: Session) -> None:
 
 
 def _warn_about_changes(session: Session, before: dict[str, Any]) -> None:
-    """Warn about job fields that make the rest a different run: other samples, or another model."""
+    """Warn about job fields that make the rest a different run: other samples, another model or other updates."""
     if session.mesh.rank != 0:
         return
     now = session.job.model_dump(mode="json")
@@ -186,9 +192,10 @@ def _warn_about_changes(session: Session, before: dict[str, Any]) -> None:
     what = [(section, key, "other samples follow") for section, key in SAMPLE_FIELDS]
     # equal shapes may mean another model: the number of heads does not change a matrix
     what += [("model", key, "the weights were trained with the former") for key in MODEL_FIELDS]
+    what += [(section, key, "it counts from the next step on") for section, key in UPDATE_FIELDS]
     for section, key, follows in what:
         value = now[section][key]
-        was = before[section].get(key, value)  # an earlier version of Weft may not have had the field
+        was = before.get(section, {}).get(key, value)  # an earlier version of Weft may not have had the field
         if was != value:
             session.log.warning("%s", f"{section}.{key} was {was!r} until here and is {value!r} now: {follows}")
 

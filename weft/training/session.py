@@ -30,6 +30,7 @@ from weft.optim.schedule import peak_lr
 from weft.planner.plan import Plan
 from weft.supervisor.heartbeat import Heartbeat, NoHeartbeat
 from weft.training.build import build_state, rates_of, with_prediction, write_plan
+from weft.training.data_warnings import data_warnings
 from weft.training.expert_rebalance import rebalance
 from weft.training.initial_weights import initial_weights
 from weft.training.resume import (
@@ -236,6 +237,8 @@ def open_session(
         if own.varies:
             log.warning("%s", f"data.source {own.name}: train(0), read twice, gave two different samples, so this run "
                               f"cannot be repeated or resumed exactly; {DRAW_FROM}")  # fmt: skip
+    for text in data_warnings(job, dataset) if mesh.rank == 0 else ():
+        log.warning("%s", text)
     if mesh.rank == 0 and (traced := with_prediction(job, plan, dataset)) is not plan:
         plan = traced
         write_plan(run, plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -109,7 +110,6 @@ def key_figures(records: Sequence[Record], events: Sequence[Record], plan: Recor
     losses = [y for y in column(records, "loss")[1] if y is not None]
     val = validation(records, events)
     first, last = (next(iter(val.values())), list(val.values())[-1]) if val else (None, None)
-    restarts = sum(e.get("event") == "resume" for e in events)
     stepping = sum(y for y in column(records, "step_time_s")[1] if y is not None)
     wall = max(_span(events), stepping)
     mfu = measured("mfu", records)
@@ -132,8 +132,21 @@ def key_figures(records: Sequence[Record], events: Sequence[Record], plan: Recor
         *_noise_scale(records, plan),
         *_energy(records, plan),
         ("Wall time", duration(wall) if wall else "–", f"{duration(stepping)} in steps" if stepping else ""),
-        ("Restarts", str(restarts), ""),
+        ("Restarts", str(restarts(events)), _faults(events)),
     ]
+
+
+def restarts(events: Sequence[Record]) -> int:
+    """How often a run began again, from a checkpoint, from memory or at step 0; a rollback stops no process."""
+    starts = sum(e.get("event") == "start" for e in events)
+    rollbacks = sum(e.get("event") == "recovered" and e.get("how") == "rollback" for e in events)
+    return max(starts - rollbacks - 1, sum(e.get("event") == "resume" for e in events), 0)
+
+
+def _faults(events: Sequence[Record]) -> str:
+    """The faults of a run by kind, such as "2 × kill, nan"."""
+    kinds = Counter(str(e.get("fault") or "unknown").replace("_", " ") for e in events if e.get("event") == "fault")
+    return ", ".join(f"{n} × {kind}" if n > 1 else kind for kind, n in kinds.items())
 
 
 def _noise_scale(records: Sequence[Record], plan: Record) -> list[tuple[str, str, str]]:

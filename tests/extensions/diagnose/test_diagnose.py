@@ -281,3 +281,10 @@ def test_damaged_folders_are_no_error(tmp_path: Path) -> None:
         findings, evidence = diagnose(run)
         assert sentences(findings, evidence)
     assert len(DETECTORS) == 9
+
+
+def test_faults_are_mentioned_also_when_the_run_recovered(tmp_path: Path) -> None:
+    fault = {"kind": "fault", "fault": "kill", "rank": 1, "step": 12}
+    events = (fault, {"kind": "recovered", "fault": "kill", "step": 11}, {**fault, "step": 20}, {"kind": "done"})
+    text = "\n".join(sentences(*diagnose(write(tmp_path / "a", events=events))))
+    assert "Fault kill, 2 times, recovered 1 of 2: rank 1 at step 12; rank 1 at step 20." in text

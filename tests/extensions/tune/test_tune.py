@@ -101,7 +101,9 @@ def test_a_job_is_tuned(tmp_path: Path) -> None:
     assert len(os.sched_getaffinity(0)) == 1 or "up to 2 trials at a time, 1 ranks each" in done.err
     found = json.loads(done.out)
     assert [t["steps"] for t in found["trials"]] == [4, 2] and found["best"]["losses"].keys() == {"2", "4"}
-    assert load_job(str(tmp_path / "best.yaml")).optim.lr == found["best"]["values"]["optim.lr"]
+    written = load_job(str(tmp_path / "best.yaml"))
+    assert written.optim.lr == found["best"]["values"]["optim.lr"]
+    assert written.name == "job-best", "a finished run of the tuned job would answer that it is already done"
     folder = tmp_path / "runs" / "job-tune"
     best = folder / f"trial-{found['best']['trial']}"
     assert "ready after" in (best / "logs/trial.log").read_text() and "ready after" not in done.err

@@ -10,6 +10,7 @@ from typing import Any
 from weft.cli.views import plan_tables as tables
 from weft.job.errors import FitError, JobError
 from weft.job.schema import Job
+from weft.planner.advice.auto_gain import auto_gain
 from weft.planner.advice.fitting_changes import changes
 from weft.planner.advice.history import read_history
 from weft.planner.advice.hyperparameters import token_budget, tune
@@ -101,6 +102,9 @@ def show(job: Job, nproc: int | None, asked: PlanOptions) -> PlanOutput:
     took = tables.process_seconds()
     data["search"]["seconds"] = took
     first = [describe_plan(made.job, made.plan), tables.estimates(made, took)]
+    if (gain := auto_gain(job, made.plan, calibration) if made.fits else None) is not None:
+        data["auto"] = gain.to_json()
+        first.append(f"faster     {gain}")
     return PlanOutput("\n\n".join(block for block in [*first, *text, *blocks] if block), data, failed, pinned)
 
 

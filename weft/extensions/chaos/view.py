@@ -21,7 +21,7 @@ def run_and_show(asked: Experiment, as_json: bool) -> int:
     """Run the experiment and print its results. Returns the exit code: 0 if the run finished and no sample was lost."""
     signal.signal(signal.SIGTERM, _interrupt)  # clean up before the process ends
     account = run_experiment(asked, lambda text: print(text, file=sys.stderr, flush=True))
-    print(json.dumps(to_json(account, asked.seed), indent=2) if as_json else show(account))
+    print(json.dumps(to_json(account, asked.seed), indent=2, ensure_ascii=False) if as_json else show(account))
     return int(account.code)
 
 

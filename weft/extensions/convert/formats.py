@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from weft.extensions.convert.torchtitan import TORCHTITAN
 from weft.extensions.convert.torchtitan_python import TORCHTITAN_PYTHON
 from weft.job.errors import JobError
 from weft.job.registry import did_you_mean
+from weft.job.run_name import as_run_name
 from weft.job.text_file import MAX_BYTES, read_small_text
 
 FORMATS: dict[str, SourceFormat] = {
@@ -46,5 +46,5 @@ def convert(
     settings = chosen.read(text, file)
     if not settings:
         raise JobError(f"{file} has no settings of {chosen.title.removeprefix('a ').removeprefix('an ')}")
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", path.stem).lstrip("._-") or "converted"
+    name = as_run_name(path.stem) or "converted"
     return apply_table(chosen, settings, file, name, nproc, overrides)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from weft.extensions.diagnose.evidence import RunEvidence, number, read_evidence
@@ -12,13 +14,15 @@ from weft.extensions.diagnose.links import slow_link
 from weft.extensions.diagnose.ranks import data_starved, host_bound, neighbour, slow_rank
 from weft.extensions.diagnose.throttling import throttling
 from weft.job.run_folder import RunDir
-from weft.planner.number_format import seconds
+from weft.planner.number_format import counted, seconds
 
 DETECTORS: tuple[Detector, ...] = (
     slow_rank, slow_link, data_starved, host_bound, throttling, unneeded_recompute, small_microbatch, large_bubble,
     neighbour,
 )  # fmt: skip
 """Causes of a slow run. A failure comes first."""
+MAX_PLACES = 5
+"""Ranks and steps that are listed of a kind of fault."""
 MORE_MEMORY: tuple[Detector, ...] = (unneeded_recompute, small_microbatch)
 """Those whose fix takes more memory."""
 
@@ -35,12 +39,30 @@ def diagnose(run: RunDir) -> tuple[list[Finding], RunEvidence]:
 
 def sentences(findings: list[Finding], found: RunEvidence) -> list[str]:
     """The answer for a terminal."""
-    lines = [_summary(found), ""]
+    lines = [_summary(found), *_faults(found), ""]
     for finding in findings:
         cost = f", {finding.costs_percent:.0f} % of the step" if finding.costs_percent is not None else ""
         lines += [f"{finding.cause.replace('_', ' ')}{cost}: {finding.evidence}.", f"  Try: {finding.fix}.", ""]
     if not findings:
         lines.append("No cause was found in the files of this run.")
+    return lines
+
+
+def _faults(found: RunEvidence) -> list[str]:
+    """Faults that were found while the run trained, a line for each kind, and how often it recovered."""
+    by_kind: dict[str, list[str]] = {}
+    for event in found.events:
+        if event.get("event") == "fault":
+            step = number(event.get("step"))
+            where = [] if event.get("rank") is None else [f"rank {event['rank']}"]
+            where += [] if step is None else [f"step {step:.0f}"]
+            by_kind.setdefault(str(event.get("fault") or "unknown").replace("_", " "), []).append(" at ".join(where))
+    recovered = Counter(str(e.get("fault")).replace("_", " ") for e in found.events if e.get("event") == "recovered")
+    lines = []
+    for kind, places in by_kind.items():
+        shown = "; ".join(filter(None, [*places[:MAX_PLACES], "…" if len(places) > MAX_PLACES else ""]))
+        again = f", recovered {recovered[kind]} of {len(places)}" if kind in recovered else ""
+        lines.append(f"Fault {kind}, {counted(len(places), 'time')}{again}{f': {shown}' if shown else ''}.")
     return lines
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from posixpath import normpath
 from typing import Any
@@ -37,8 +38,10 @@ case $code in 0|{"|".join(map(str, FATAL))}) exit $code;; *) exit {RETRYABLE};; 
 
 
 def object_name(request: LaunchRequest) -> str:
-    """The name of the objects of a run."""
+    """The name of the objects of a run. Kubernetes takes ASCII: a name in other letters is told apart by a checksum."""
     name = re.sub(r"[^a-z0-9-]+", "-", f"weft-{request.job.name}".lower()).strip("-")
+    if not request.job.name.isascii():
+        name += f"-{hashlib.sha256(request.job.name.encode()).hexdigest()[:8]}"
     if len(name) > MAX_NAME:
         raise JobError(f"name={request.job.name} is too long for Kubernetes: {MAX_NAME - 5} characters at most")
     return name

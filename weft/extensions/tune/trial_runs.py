@@ -21,6 +21,8 @@ from weft.job.schema import Job
 from weft.planner.advice.pinned_job import write_job
 from weft.watch.journal import read_jsonl
 
+BEST = "-best"
+"""Suffix of the name of the job that is written: a run of the tuned job may have finished."""
 SMOOTHED = 5
 """Training losses that are averaged where a run has no validation."""
 
@@ -96,7 +98,7 @@ def tune(
         trials = successive_halving(sampler, steps, options.trials, options.factor, run, report, together)
     if not math.isfinite(trials[0].loss):
         raise JobError(f"no trial reached a finite loss; narrow the range of --over {options.over}")
-    best = load_job(name, [*overrides, *_settings(trials[0].values)])
+    best = load_job(name, [*overrides, *_settings(trials[0].values), f"name={job.name}{BEST}"])
     found = Tuned(trials, folder, best, steps * options.trials)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "trials.json").write_text(json.dumps(found.to_json(), indent=2), encoding="utf-8")

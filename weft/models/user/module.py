@@ -18,6 +18,7 @@ from weft.job.import_by_name import find_object
 from weft.job.registry import listed
 from weft.job.schema import Model
 from weft.models.batch_norm import use_global_batch_norms, use_rank_batch_norms
+from weft.models.user.index_errors import explain_index_error
 from weft.models.user.named_losses import Batch, losses_of, sample_numbers, task_loss_sum
 from weft.models.user.sample_tree import TARGET_NAMES, unflatten
 from weft.models.user.task_losses import TaskLosses
@@ -156,7 +157,9 @@ def call_module(module: nn.Module, batch: Batch, model: Model, dtype: torch.dtyp
             return module(*args, **named) if stage is None else stage.call(module, hidden, args, named)
         except IndexError as error:
             where = sample_numbers(batch)
-            raise JobError(f"{model.module} raised {error} for the inputs of samples {where}") from error
+            raise JobError(
+                f"{model.module} raised {explain_index_error(error)} for the inputs of samples {where}"
+            ) from error
 
 
 def arguments(module: nn.Module, batch: Batch, model: Model) -> tuple[list[Any], dict[str, Any]]:

@@ -45,7 +45,8 @@ def model_card(run: RunDir, job: Job, step: int, library: str = "transformers") 
         "command": f"weft train {run.job}",
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value)
-    return f"---\nlibrary_name: {library}\n---\n\n# {job.name}\n\n| | |\n|---|---|\n{table}\n\n{LAST_LINE}\n"
+    base = f"base_model: {json.dumps(job.model.pretrained, ensure_ascii=False)}\n" if job.model.pretrained else ""
+    return f"---\n{base}library_name: {library}\n---\n\n# {job.name}\n\n| | |\n|---|---|\n{table}\n\n{LAST_LINE}\n"
 
 
 def _adapters(job: Job) -> str:

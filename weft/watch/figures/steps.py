@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from weft.watch.figures.figure import Figure, Record, column, number, unit_of
 
@@ -15,9 +16,17 @@ MAX_POINTS = 3000
 MAX_BINS = 40
 
 
+class Mark(NamedTuple):
+    """A dotted line across the figures over steps."""
+
+    step: float
+    name: str
+    color: str
+
+
 def figures(records: Sequence[Record], events: Sequence[Record], plan: Record) -> list[Figure]:
     """Every figure over steps, in the order of the page."""
-    marks = [s for e in events if e.get("event") == "resume" and (s := number(e.get("step"))) is not None]
+    marks = marks_of(events)
     found = [
         loss_figure(records, events, marks),
         _over_steps("lr", "Learning rate", records, "lr", "learning rate", marks, noisy=False, form=".1e"),
@@ -33,7 +42,21 @@ def figures(records: Sequence[Record], events: Sequence[Record], plan: Record) -
     return [*found, memory_figure(records, plan, marks), step_time_figure(records)]
 
 
-def loss_figure(records: Sequence[Record], events: Sequence[Record], marks: Sequence[float]) -> Figure:
+def marks_of(events: Sequence[Record]) -> list[Mark]:
+    """The steps at which a run was resumed or started again, and those of its faults, each once."""
+    marks: dict[Mark, None] = {}
+    begun = False
+    for event in events:
+        kind, step = event.get("event"), number(event.get("step"))
+        if step is not None and (kind == "resume" or (kind == "start" and begun)):
+            marks[Mark(step, "resumed", "@purple")] = None
+        if step is not None and kind == "fault":
+            marks[Mark(step, f"fault: {str(event.get('fault') or 'unknown').replace('_', ' ')}", "@red")] = None
+        begun = begun or kind in ("start", "resume")
+    return list(marks)
+
+
+def loss_figure(records: Sequence[Record], events: Sequence[Record], marks: Sequence[Mark]) -> Figure:
     steps, losses = column(records, "loss")
     val = validation(records, events)
     data = []
@@ -67,7 +90,7 @@ def loss_figure(records: Sequence[Record], events: Sequence[Record], marks: Sequ
     )
 
 
-def traffic_figure(records: Sequence[Record], marks: Sequence[float]) -> Figure:
+def traffic_figure(records: Sequence[Record], marks: Sequence[Mark]) -> Figure:
     """Share of communication in the measured steps, in total and exposed."""
     seen = [r for r in records if number(r.get("comm_share")) is not None]
     data = []
@@ -81,7 +104,7 @@ def traffic_figure(records: Sequence[Record], marks: Sequence[float]) -> Figure:
     return Figure("traffic", "Communication", caption, data, layout)
 
 
-def speed_figure(records: Sequence[Record], marks: Sequence[float]) -> Figure:
+def speed_figure(records: Sequence[Record], marks: Sequence[Mark]) -> Figure:
     """Bytes sent, over the time with communication in progress."""
     seen = [r for r in records if number(r.get("comm_gb_per_s")) is not None]
     figure = _over_steps("speed", "Bandwidth", seen, "comm_gb_per_s", "GB/s", marks, noisy=False, zero=True)
@@ -92,7 +115,7 @@ def speed_figure(records: Sequence[Record], marks: Sequence[float]) -> Figure:
     return replace(figure, caption=caption)
 
 
-def memory_figure(records: Sequence[Record], plan: Record, marks: Sequence[float]) -> Figure:
+def memory_figure(records: Sequence[Record], plan: Record, marks: Sequence[Mark]) -> Figure:
     steps, values = column(records, "peak_memory_gib")
     data = []
     if any(y is not None for y in values):
@@ -167,17 +190,20 @@ def predictions(plan: Record) -> dict[str, float]:
 
 
 def smooth(values: Sequence[float | None]) -> list[float | None]:
-    """An exponential moving average with bias correction that skips gaps; smoother for longer runs."""
-    rate = 1 / max(2.0, min(100.0, len(values) / 25))
-    mean, weight = 0.0, 0.0
+    """Each value's mean with as many neighbours before it as after it, so that a falling curve is not drawn above its
+    data and ends where they end. Gaps are skipped; the window grows with the step and the length of the run."""
+    reach = round(max(2.0, min(100.0, len(values) / 25)))
+    finite = [v for v in values if v is not None]
+    sums = [0.0, *accumulate(finite)]
+    last, i = len(finite) - 1, -1
     out: list[float | None] = []
     for v in values:
         if v is None:
             out.append(None)
             continue
-        mean += rate * (v - mean)
-        weight += rate * (1 - weight)
-        out.append(mean / weight)
+        i += 1
+        side = min(reach, i // 3, last - i)  # few at first, where a loss falls in a curve
+        out.append((sums[i + side + 1] - sums[i - side]) / (2 * side + 1))
     return out
 
 
@@ -205,7 +231,7 @@ def _over_steps(
     records: Sequence[Record],
     key: str,
     unit: str,
-    marks: Sequence[float],
+    marks: Sequence[Mark],
     noisy: bool = True,
     zero: bool = False,
     log: bool = False,
@@ -259,11 +285,12 @@ def _vertical(x: float, color: str, name: str, legend: bool = True) -> dict[str,
     }
 
 
-def _layout(x: str, y: str, marks: Sequence[float], zero: bool = False) -> dict[str, Any]:
-    """Axes with their units, and a dotted line at every resume."""
+def _layout(x: str, y: str, marks: Sequence[Mark], zero: bool = False) -> dict[str, Any]:
+    """Axes with their units, and a dotted line at every resume and fault."""
+    first = {mark.name: i for i, mark in reversed(list(enumerate(marks)))}
     return {
         "xaxis": {"title": {"text": x}, "zeroline": False},
         "yaxis": {"title": {"text": y}, "rangemode": "tozero" if zero else "normal"},
-        "shapes": [_vertical(m, "@purple", "resumed", legend=i == 0) for i, m in enumerate(marks)],
+        "shapes": [_vertical(m.step, m.color, m.name, legend=first[m.name] == i) for i, m in enumerate(marks)],
         "showlegend": True,
     }
