@@ -245,3 +245,13 @@ def test_states_of_modules_are_planned_without_their_sizes(memory: dict[str, Any
     job = {"model": "resnet-18", "data": {"source": "synthetic", "images": {"size": 32}}, "memory": memory}
     plan = make_plan(parse_job(job))[1]
     assert plan.tiered and not plan.homes and not plan.predicted
+
+
+def test_nothing_is_called_cut_that_stays_whole() -> None:
+    from weft.job.load import parse_job
+    from weft.planner.describe import describe_plan
+
+    sections = {"data": {"source": "pydoc", "seq_len": 8}, "cluster": {"device": "cpu"}, "parallel": {"tp": 2}}
+    module = {**sections, "model": {"module": "helpers.own_models:Plain"}}
+    assert "sequence cut" not in describe_plan(*make_plan(parse_job(module), 2))
+    assert "sequence cut with tp" in describe_plan(*make_plan(parse_job({**sections, "model": {"shape": "tiny"}}), 2))

@@ -39,7 +39,7 @@ def describe_plan(job: Job, plan: Plan) -> str:
     rows = [
         ("model", model),
         ("ranks", f"{plan.world} × {plan.device_name}, {plan.backend}, {plan.precision}"),
-        ("layout", ", ".join([plan.layout(), *_layout_notes(plan)])),
+        ("layout", ", ".join([plan.layout(), *_layout_notes(job, plan)])),
         (
             "batch",
             f"{job.train.global_batch} sequences = {plan.dp} × {share}, in microbatches of {plan.microbatch}"
@@ -67,8 +67,9 @@ def describe_plan(job: Job, plan: Plan) -> str:
     return "\n".join([*lines, *(f"{'because' if i == 0 else '':10} {r}" for i, r in enumerate(plan.reasons))])
 
 
-def _layout_notes(plan: Plan) -> list[str]:
-    return ["sequence cut with tp"] if plan.sequence else []
+def _layout_notes(job: Job, plan: Plan) -> list[str]:
+    """What else the axes cut; of a user module only its table of parts says whether its norms are."""
+    return ["sequence cut with tp"] if plan.sequence and plan.tp > 1 and not job.model.module else []
 
 
 def _amount(mib: float) -> str:
