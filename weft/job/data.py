@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,6 +12,12 @@ from weft.job.data_files.token_files import MASK
 from weft.job.model_parts.loss_settings import NamedLoss
 from weft.job.run_name import NAME_PATTERN
 from weft.job.section import Section
+
+
+@dataclass(frozen=True)
+class SamplesUnchanged:
+    """Marks a field of `data` that has no influence on which sample is the k-th, nor on what it holds."""
+
 
 PAD_MULTIPLE = 8
 """Lengths of padded batches are multiples of this, or data.seq_len."""
@@ -148,12 +155,12 @@ class Data(Section):
     """Read images from data.source, as this section says."""
     negatives: int = Field(4, ge=1, le=100_000)
     """Items that a user has not rated, drawn anew in each epoch for each rated one (movielens)."""
-    prefetch: int = Field(2, ge=0, le=1000)
+    prefetch: Annotated[int, SamplesUnchanged()] = Field(2, ge=0, le=1000)
     """Batches to read ahead in the background."""
-    workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
+    workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], SamplesUnchanged()] = "auto"
     """Processes of a rank that read samples, for decoding and augmentation; 0 reads in the background thread. auto uses
     the cores of a GPU rank for images and for your own datasets with random transforms, for which it is 1 on a CPU."""
-    record_ids: bool = False
+    record_ids: Annotated[bool, SamplesUnchanged()] = False
     """Log the samples that each rank reads at each step to samples/rank-*.jsonl."""
 
     @property
@@ -202,3 +209,12 @@ class Data(Section):
         if any(each.loss is not None and each.name is None for each in self.mixture):
             raise ValueError("must have a mixture with a name for every source that has a loss")
         return self
+
+
+def sample_fields() -> tuple[str, ...]:
+    """The fields of `data` that determine the samples."""
+    return tuple(
+        name
+        for name, info in Data.model_fields.items()
+        if not any(isinstance(mark, SamplesUnchanged) for mark in info.metadata)
+    )

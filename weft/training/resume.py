@@ -16,6 +16,7 @@ from weft.checkpoint.snapshot_file import SnapshotLayout
 from weft.data.dataset import fingerprint_of
 from weft.guards.loss_spikes import BASELINE_STEPS
 from weft.job.compression import parse_compression
+from weft.job.data import sample_fields
 from weft.job.errors import JobError
 from weft.job.optim import Optim
 from weft.job.schema import Model
@@ -29,16 +30,7 @@ from weft.watch.journal import read_jsonl
 if TYPE_CHECKING:
     from weft.training.session import Session
 
-SAMPLE_FIELDS = (
-    ("train", "seed"),
-    *(
-        ("data", key)
-        for key in (
-            "source", "seq_len", "tokenizer", "val_fraction", "mask_documents", "format", "template", "answers_only",
-            "packing", "field", "streaming", "mixture", "anneal_from", "temperature", "shuffle", "shuffle_block",
-        )
-    ),
-)  # fmt: skip
+SAMPLE_FIELDS = (("train", "seed"), *(("data", name) for name in sample_fields()))
 """Job fields that determine which sample is the k-th."""
 
 MODEL_FIELDS = tuple(key for key in Model.model_fields if key not in ("shape", "max_len"))
