@@ -31,9 +31,9 @@ import time
 from pathlib import Path
 
 from weft.comm.timeline import CommTimeline
-from weft.training.comm_metrics import CommMetrics
+from weft.training.figures.comm_metrics import CommMetrics
 from weft.training.metrics import StepMetrics
-from weft.training.run_energy import RunEnergy
+from weft.training.figures.run_energy import RunEnergy
 from weft.watch.journal import Journal
 from weft.watch.progress import Progress
 

@@ -18,7 +18,7 @@ from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
 from weft.mesh import connect
 from weft.planner.plan import Plan
-from weft.training.comm_metrics import CommMetrics
+from weft.training.figures.comm_metrics import CommMetrics
 from weft.watch.figures.steps import figures
 from weft.watch.journal import Journal
 from weft.watch.report import write_report

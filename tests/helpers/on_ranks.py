@@ -26,6 +26,7 @@ from weft.job.errors import WeftError
 from weft.job.schema import Job
 from weft.mesh import Mesh, connect
 from weft.optim.replicas import add_up
+from weft.parallel.expert.expert_load import LOAD_PREFIX
 from weft.planner import RUNNABLE, Plan, check, make_plan
 from weft.training.build import build_state
 from weft.training.initial_weights import published_weights
@@ -168,7 +169,8 @@ def buffers_after(job: Job | Planned, train: int) -> tuple[dict[str, Tensor], di
 
 
 def _whole_state(stepper: Stepper) -> dict[str, Tensor]:
-    held = wholes({n: t for n, t in stepper.state.tensors().items() if not n.startswith("random")})
+    optional = ("random", LOAD_PREFIX)  # loaded apart, by training/optional_state.py
+    held = wholes({n: t for n, t in stepper.state.tensors().items() if not n.startswith(optional)})
     join_stages(held, stepper.mesh)
     return held
 

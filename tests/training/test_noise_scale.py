@@ -9,7 +9,7 @@ from helpers.parity import make_job, section
 
 from weft.launch.rank_pool import RankPool
 from weft.planner import make_plan
-from weft.training.noise_scale import MIN_STEPS, NoiseScale
+from weft.training.figures.noise_scale import MIN_STEPS, NoiseScale
 from weft.verify.prove import with_layout
 from weft.watch.report_summary import key_figures
 

@@ -11,9 +11,9 @@ from typing import Any
 from weft.data.loader import to_device
 from weft.guards.out_of_memory import is_oom
 from weft.job.errors import DivergedError, Exit
+from weft.training.figures.pipeline_timeline import recording
 from weft.training.garbage_collection import GarbageCollection
 from weft.training.metrics import StepMetrics, measured_figures
-from weft.training.pipeline_timeline import recording
 from weft.training.resume import has_evaluation
 from weft.training.session import Session
 from weft.training.step import evaluation_text

@@ -26,9 +26,9 @@ from weft.planner.model.counts import flops_per_sample
 from weft.planner.model.reference_rate import peak_flops
 from weft.planner.plan import Plan
 from weft.supervisor.stop_signals import STOP_SIGNALS
-from weft.training.comm_metrics import CommMetrics
-from weft.training.noise_scale import NoiseScale
-from weft.training.run_energy import RunEnergy
+from weft.training.figures.comm_metrics import CommMetrics
+from weft.training.figures.noise_scale import NoiseScale
+from weft.training.figures.run_energy import RunEnergy
 from weft.training.state import State
 from weft.training.step import Gradients
 from weft.training.step_observers import StepObservers

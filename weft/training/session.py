@@ -32,6 +32,8 @@ from weft.supervisor.heartbeat import Heartbeat, NoHeartbeat
 from weft.training.build import build_state, rates_of, with_prediction, write_plan
 from weft.training.data_warnings import data_warnings
 from weft.training.expert_rebalance import rebalance
+from weft.training.figures.run_energy import RunEnergy, open_energy
+from weft.training.figures.slices_file import write_slices
 from weft.training.initial_weights import initial_weights
 from weft.training.resume import (
     merge_old_snapshots,
@@ -40,9 +42,7 @@ from weft.training.resume import (
     resume_from_disk,
     resume_from_memory,
 )
-from weft.training.run_energy import RunEnergy, open_energy
 from weft.training.run_history import fetch_history, upload_history
-from weft.training.slices_file import write_slices
 from weft.training.state import State, meta_problem
 from weft.training.step import Stepper
 from weft.training.step_observers import StepObservers

@@ -24,7 +24,7 @@ STEP_POINTS = ("data", "forward", "backward", "update")
 
 
 @dataclass(frozen=True)
-class InjectedFault:
+class InjectableFault:
     """A kind of fault."""
 
     what: str
@@ -43,14 +43,14 @@ class InjectedFault:
     """Phases of a step in which it can happen."""
 
 
-KINDS: dict[str, InjectedFault] = {
-    "kill": InjectedFault("a rank is killed (kill -9)", "signal", ("exit",)),
-    "stop": InjectedFault("a rank is stopped (SIGSTOP), and resumed after recovery", "signal", ("stopped", "hang")),
-    "sleep": InjectedFault("a rank sleeps in the middle of a step", "inside", ("hang",), phases=STEP_POINTS),
-    "gil": InjectedFault("a rank holds the GIL forever", "inside", ("gil", "hang"), phases=STEP_POINTS),
-    "term": InjectedFault("the scheduler preempts the run (SIGTERM) and restarts it", "restart", ("preempted",)),
-    "nan": InjectedFault("a rank's gradients become NaN", "inside", ("nan",), exact=False, phases=("backward",)),
-    "spike": InjectedFault(
+KINDS: dict[str, InjectableFault] = {
+    "kill": InjectableFault("a rank is killed (kill -9)", "signal", ("exit",)),
+    "stop": InjectableFault("a rank is stopped (SIGSTOP), and resumed after recovery", "signal", ("stopped", "hang")),
+    "sleep": InjectableFault("a rank sleeps in the middle of a step", "inside", ("hang",), phases=STEP_POINTS),
+    "gil": InjectableFault("a rank holds the GIL forever", "inside", ("gil", "hang"), phases=STEP_POINTS),
+    "term": InjectableFault("the scheduler preempts the run (SIGTERM) and restarts it", "restart", ("preempted",)),
+    "nan": InjectableFault("a rank's gradients become NaN", "inside", ("nan",), exact=False, phases=("backward",)),
+    "spike": InjectableFault(
         "a batch is poisoned with unpredictable targets",
         "inside",
         ("spike",),
@@ -60,7 +60,7 @@ KINDS: dict[str, InjectedFault] = {
         room=26,
         phases=("forward",),
     ),
-    "bitflip": InjectedFault(
+    "bitflip": InjectableFault(
         "a bit of a rank's weights flips",
         "inside",
         ("divergence", "spike", "nan"),
@@ -68,33 +68,35 @@ KINDS: dict[str, InjectedFault] = {
         room=12,
         phases=("update",),
     ),
-    "slow": InjectedFault(
+    "slow": InjectableFault(
         "a rank gets half of its processor time", "signal", ("slow_rank",), exact=False, history=12, room=25
     ),
-    "diskfull": InjectedFault("the run's disk is full for a while", "disk", ("disk_full",), in_one_rank=False, room=6),
-    "corrupt": InjectedFault(
+    "diskfull": InjectableFault(
+        "the run's disk is full for a while", "disk", ("disk_full",), in_one_rank=False, room=6
+    ),
+    "corrupt": InjectableFault(
         "the run ends, and its newest checkpoint is damaged before it starts again",
         "restart",
         ("damaged",),
         in_one_rank=False,
     ),
-    "oom": InjectedFault(
+    "oom": InjectableFault(
         "a rank runs out of memory", "inside", ("oom",), exact=False, phases=("forward", "backward", "update")
     ),
-    "illegal": InjectedFault(
+    "illegal": InjectableFault(
         "a rank accesses memory that is not its own: on a GPU its CUDA context is lost",
         "inside",
         ("exit",),
         phases=("forward", "backward", "update"),
     ),
-    "partition": InjectedFault(
+    "partition": InjectableFault(
         "a node's link is cut, and restored later", "nodes", ("partition", "node_lost"), False, False
     ),
-    "node": InjectedFault(
+    "node": InjectableFault(
         "a node is lost with all its processes", "nodes", ("node_lost", "partition", "exit"), False, False
     ),
-    "supervisor": InjectedFault("the supervisor is killed", "signal", ("supervisor",), in_one_rank=False),
-    "burst": InjectedFault(
+    "supervisor": InjectableFault("the supervisor is killed", "signal", ("supervisor",), in_one_rank=False),
+    "burst": InjectableFault(
         "2 to 6 ranks are killed, each at most a second after the last one, also those that replace them",
         "signal",
         ("exit",),

@@ -12,7 +12,7 @@ from weft.extensions.convert.conversion import Conversion, SourceFormat, apply_t
 from weft.extensions.convert.deepspeed import DEEPSPEED
 from weft.extensions.convert.llamafactory import LLAMAFACTORY
 from weft.extensions.convert.llamafactory_v1 import LLAMAFACTORY_V1
-from weft.extensions.convert.megatron import MEGATRON
+from weft.extensions.convert.megatron_formats.megatron import MEGATRON
 from weft.extensions.convert.torchtitan import TORCHTITAN
 from weft.extensions.convert.torchtitan_python import TORCHTITAN_PYTHON
 from weft.job.errors import JobError

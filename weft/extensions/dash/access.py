@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
+import ipaddress
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qsl, urlencode
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from weft.extensions.dash.serve import is_loopback
 
 COOKIE = "weft_dash"
 SECURITY_HEADERS = {
@@ -74,3 +74,12 @@ def _cookie(header: str) -> str:
     except CookieError:
         return ""
     return found.value if found else ""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import secrets
 import socket
@@ -12,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from weft.extensions.dash.access import is_loopback
 from weft.job.errors import MachineError
 
 TOKEN_VARIABLE = "WEFT_DASH_TOKEN"
@@ -52,15 +52,6 @@ def make_server(app: Any, **limits: Any) -> Any:
             http=limited_protocol(**limits),
         )
     )  # fmt: skip
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
-    if host == "localhost":
-        return True
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
 
 
 def listen_on(host: str, port: int) -> socket.socket:

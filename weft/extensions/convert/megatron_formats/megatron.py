@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from weft.extensions.convert.conversion import SourceFormat
-from weft.extensions.convert.megatron_command import LAUNCHERS, arguments_of
-from weft.extensions.convert.megatron_layout import LAYOUT_RULES
-from weft.extensions.convert.megatron_model import MODEL_RULES
-from weft.extensions.convert.megatron_other import OTHER_RULES
-from weft.extensions.convert.megatron_training import LAUNCH, TRAINING_RULES
+from weft.extensions.convert.megatron_formats.megatron_command import LAUNCHERS, arguments_of
+from weft.extensions.convert.megatron_formats.megatron_layout import LAYOUT_RULES
+from weft.extensions.convert.megatron_formats.megatron_model import MODEL_RULES
+from weft.extensions.convert.megatron_formats.megatron_other import OTHER_RULES
+from weft.extensions.convert.megatron_formats.megatron_training import LAUNCH, TRAINING_RULES
 from weft.extensions.convert.settings import Result, Rule, Settings
 
 

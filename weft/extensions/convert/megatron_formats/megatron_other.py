@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.extensions.convert.megatron_model import KERNELS, OVERLAP
+from weft.extensions.convert.megatron_formats.megatron_model import KERNELS, OVERLAP
 from weft.extensions.convert.settings import Rule, absent, as_number, choice, switch, to, unneeded
 
 INFERENCE = absent("serving is not in Weft; weft export RUN --to hf opens in vLLM")

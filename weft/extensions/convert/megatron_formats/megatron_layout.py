@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.extensions.convert.megatron_model import KERNELS, OVERLAP
+from weft.extensions.convert.megatron_formats.megatron_model import KERNELS, OVERLAP
 from weft.extensions.convert.settings import Result, Rule, Settings, absent, as_number, choice, switch, to, unneeded
 
 

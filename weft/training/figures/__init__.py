@@ -1,0 +1,1 @@
+"""Figures of a run: communication, energy, gradient noise, time lines and slices."""
