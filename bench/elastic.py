@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from weft.extensions.chaos.virtual_hosts import VirtualHosts
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.watch.journal import read_jsonl
 
 PHASES = ({0, 1}, {0, 1, 2, 3}, {0, 1, 2}, {1}, {0, 1, 2, 3})

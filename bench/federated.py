@@ -18,8 +18,8 @@ from pathlib import Path
 
 from weft.data.open_dataset import open_dataset
 from weft.extensions.server.federated_client import client_shares
+from weft.job.files.run_folder import RunDir
 from weft.job.load import load_job
-from weft.job.run_folder import RunDir
 from weft.job.shapes import resolve
 from weft.watch.journal import read_jsonl
 

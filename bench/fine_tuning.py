@@ -23,7 +23,7 @@ from torch import nn
 from weft.data.loader import read_share, val_batches
 from weft.data.open_dataset import open_dataset
 from weft.job import parse_job
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.job.shapes import resolve
 from weft.optim.schedule import learning_rate
 from weft.planner import make_plan

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from weft.job import parse_job
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.job.shapes import resolve
 from weft.planner import make_plan
 from weft.training.session import open_session

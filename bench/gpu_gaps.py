@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from weft.data.loader import to_device
 from weft.job import apply_overrides, parse_job
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.planner import make_plan
 from weft.training.session import open_session
 

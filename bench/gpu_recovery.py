@@ -28,7 +28,7 @@ from weft.extensions.chaos.experiment import ExperimentResult, run_experiment, s
 from weft.extensions.chaos.fault_injector import Experiment
 from weft.job import apply_overrides, parse_job
 from weft.job.errors import WeftError
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.job.schema import Job
 from weft.watch.journal import read_metrics
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.watch.journal import read_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent

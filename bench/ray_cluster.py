@@ -21,7 +21,7 @@ import psutil
 import yaml
 
 from weft.extensions.ray.ray_driver import RayRun, bundle_of
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.watch.journal import read_jsonl
 
 STEPS = 30

@@ -28,7 +28,7 @@ from weft.extensions.recommenders.models.dlrm import mlp
 from weft.extensions.recommenders.tables.row_storage import CachedRows
 from weft.hardware.probe import probe
 from weft.job import parse_job
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.planner import make_plan
 from weft.training.session import open_session
 

@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 import yaml
 
-from weft.job.run_folder import RunDir
-from weft.job.store_path import StorePath
+from weft.job.files.run_folder import RunDir
+from weft.job.files.store_path import StorePath
 from weft.watch.journal import read_jsonl
 
 LIMIT_S = 180.0

@@ -37,7 +37,7 @@ from torch.utils.data import Dataset as TorchDataset
 from weft.data.loader import to_device
 from weft.extensions.vision.resnet import ResNet
 from weft.job import parse_job
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.planner import make_plan
 from weft.training.session import open_session
 

@@ -19,8 +19,8 @@ from weft.checkpoint.checkpointer import Checkpointer
 from weft.checkpoint.format import MANIFEST, Damaged, list_checkpoints, verify
 from weft.checkpoint.reader import load_full
 from weft.job.errors import JobError
+from weft.job.files.run_folder import RunDir
 from weft.job.load import load_job
-from weft.job.run_folder import RunDir
 from weft.training.state import meta_problem
 from weft.watch.journal import Journal, read_jsonl
 

@@ -14,8 +14,16 @@ from weft.checkpoint.checkpointer import Checkpointer
 from weft.checkpoint.contents import CheckpointContents
 from weft.checkpoint.format import MANIFEST, Damaged, SavedCheckpoint, entries, newest_good, verify
 from weft.job.errors import JobError, MachineError
+from weft.job.files.store_path import (
+    StorePath,
+    as_path,
+    check_access,
+    check_conditional_writes,
+    create,
+    explain,
+    remove_tree,
+)
 from weft.job.schema import Checkpoint, Job
-from weft.job.store_path import StorePath, as_path, check_access, check_conditional_writes, create, explain, remove_tree
 
 Events = list[tuple[str, dict[str, Any]]]
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from weft.checkpoint.reader import load_full
 from weft.job import load_job
 from weft.job.errors import Exit
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.training.export import newest
 from weft.watch.journal import read_jsonl
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.comm import algorithms
 from weft.comm.axis import Axis, Tally
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
 from weft.mesh import connect

@@ -20,7 +20,7 @@ from weft.checkpoint.format import newest_good
 from weft.extensions.server.main import run_process
 from weft.extensions.server.rendezvous import prepare_rendezvous
 from weft.job import parse_job
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.launch.run_files import RunFiles
 from weft.launch.train import prepare
 from weft.training.rank import exit_process, import_training

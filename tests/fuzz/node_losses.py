@@ -24,7 +24,7 @@ import yaml
 
 from weft.extensions.chaos.virtual_hosts import VirtualHosts
 from weft.job.errors import Exit
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.watch.journal import read_jsonl
 
 HOSTS, BATCH = 3, 12

@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from weft.checkpoint.format import newest_good
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.supervisor.stop_signals import STOP_CODES
 from weft.watch.journal import read_metrics
 

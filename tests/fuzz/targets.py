@@ -393,7 +393,7 @@ def checkpoint(rng: random.Random, folder: Path) -> None:
 
 def side_files(rng: random.Random, folder: Path) -> None:
     """A run whose metrics, events, plan, slices or job are damaged."""
-    from weft.job.run_folder import RunDir
+    from weft.job.files.run_folder import RunDir
     from weft.planner.advice.history import read_history
     from weft.planner.calibration import load_calibration
     from weft.training.export import newest

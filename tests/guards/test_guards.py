@@ -8,7 +8,7 @@ from typing import Any
 from helpers import faulty_run
 from helpers.parity import make_job
 
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
 from weft.watch.journal import read_jsonl

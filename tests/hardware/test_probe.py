@@ -45,7 +45,7 @@ def test_the_affinity_mask_is_respected() -> None:
 
 def test_job_and_hardware_import_no_torch() -> None:
     code = (
-        "import sys, weft.job, weft.job.run_folder, weft.hardware, weft.hardware.doctor;"
+        "import sys, weft.job, weft.job.files.run_folder, weft.hardware, weft.hardware.doctor;"
         "from weft.hardware.probe import probe; probe();"
         "print([m for m in ('torch', 'plotly', 'rich', 'numpy') if m in sys.modules])"
     )

@@ -17,7 +17,7 @@ import psutil
 import yaml
 
 from helpers.forked_python import TEMPLATE_ENV, Popen
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.watch.journal import read_jsonl
 
 DEADLINE_S = 300.0

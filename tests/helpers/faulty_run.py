@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from weft.comm.shards import local_of
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner import make_plan
 from weft.training.loop import fit_or_explain

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.watch.journal import Journal
 
 

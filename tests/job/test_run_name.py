@@ -9,8 +9,8 @@ import pytest
 from helpers.command import python
 
 from weft.job.errors import JobError
+from weft.job.files.run_name import as_run_name
 from weft.job.load import load_job, parse_job
-from weft.job.run_name import as_run_name
 
 NAMES = ("李白", "Größe-1", "दिल्ली", "модель_2", "llama.8b")
 

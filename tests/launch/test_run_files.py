@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.job.errors import Exit, FitError, JobError, MachineError
+from weft.job.files.run_folder import RunDir
 from weft.job.load import load_job
-from weft.job.run_folder import RunDir
 from weft.launch.run_files import RunFiles, write_job_and_plan
 from weft.launch.train import check_processes, prepare
 from weft.planner import Plan

@@ -14,7 +14,7 @@ from helpers.forked_python import WITH_TWIN, Popen
 
 from weft.checkpoint.format import entries
 from weft.job.errors import Exit
-from weft.job.store_path import StorePath
+from weft.job.files.store_path import StorePath
 
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
 

@@ -8,7 +8,7 @@ import pytest
 from helpers.command import Output, write_job
 
 from weft.job.errors import Exit, JobError
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.measure import power, scaling
 from weft.planner import Plan
 from weft.watch.journal import Journal

@@ -7,8 +7,8 @@ import pytest
 from helpers.command import weft, write_job
 
 from weft.job.errors import Exit, JobError
+from weft.job.files.run_folder import RunDir
 from weft.job.load import load_job
-from weft.job.run_folder import RunDir
 from weft.measure.step_profile import bench_step, show
 from weft.watch.journal import read_metrics
 from weft.watch.kernel_classes import CLASSES

@@ -15,7 +15,7 @@ from helpers.published import save_random, transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.launch.import_run import import_run
 from weft.training.export import ExportOptions, export_run, newest
 

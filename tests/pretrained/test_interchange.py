@@ -17,8 +17,8 @@ from helpers.published import save_random
 
 from weft.checkpoint.reader import load_full
 from weft.job.errors import JobError, describe_file_error
+from weft.job.files.run_folder import RunDir
 from weft.job.load import parse_job
-from weft.job.run_folder import RunDir
 from weft.job.shapes import resolve
 from weft.launch.import_run import import_run
 from weft.training.export import FILES, ExportOptions, export_run, newest

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.planner.plan import Plan
 from weft.supervisor.failure_report import read_failure
 from weft.supervisor.fork_server import ForkedProcess, ForkServer, NoFirstFork, as_subreaper, serve

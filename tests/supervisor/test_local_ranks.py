@@ -9,7 +9,7 @@ import pytest
 from helpers.command import Started, run_of, write_job
 
 from weft.job.errors import Exit
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.supervisor.failure_report import explain_failure, read_failure, remove_failures, write_failure
 from weft.supervisor.stop_signals import KILL_AFTER_INTERRUPTS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import weft
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.planner.make_plan import make_plan
 from weft.supervisor.rank_inspection import FaultReport
 from weft.supervisor.status_board import PHASES, StatusBoard

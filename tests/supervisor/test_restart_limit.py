@@ -10,7 +10,7 @@ from helpers.command import python, write_job
 from helpers.parity import make_job
 
 from weft.job.errors import Exit
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.planner import make_plan
 from weft.supervisor.attempt import Attempt
 from weft.supervisor.hang_cause import FaultReport

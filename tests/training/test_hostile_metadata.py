@@ -15,8 +15,8 @@ from helpers.command import weft
 
 from weft.checkpoint.format import Manifest, read_manifest, write_manifest
 from weft.job.errors import JobError
+from weft.job.files.run_folder import RunDir
 from weft.job.load import load_job
-from weft.job.run_folder import RunDir
 from weft.training.export import export_file, newest, saved_job
 
 Change = Callable[[dict[str, Any]], object]

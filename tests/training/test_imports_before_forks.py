@@ -14,7 +14,7 @@ import torch
 called = []
 for name in ("is_available", "_lazy_init"):
     setattr(torch.cuda, name, lambda name=name: called.append(name))
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.training.rank import import_training
 import_training(RunDir(Path(sys.argv[1])))
 assert "torch._dynamo" in sys.modules, "dynamo is imported in every rank instead of once"

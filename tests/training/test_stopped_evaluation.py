@@ -7,7 +7,7 @@ from pathlib import Path
 from helpers.command import Output, python, run_of, step_of, write_job
 
 from weft.checkpoint.format import newest_good
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.watch.journal import read_jsonl, read_metrics
 
 MODEL = """

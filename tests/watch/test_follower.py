@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from weft.job.errors import MachineError
+from weft.job.files.run_folder import RunDir
 from weft.job.load import dump_yaml, load_job
-from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.job.watch import TRACKERS, TrackerKind, Watch
 from weft.watch import follower

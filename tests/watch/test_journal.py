@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.watch.journal import Journal, read_jsonl, read_metrics, to_plain
 
 
@@ -125,7 +125,7 @@ def test_a_repeated_step_counts_once(tmp_path: Path) -> None:
 def test_kill_9_leaves_at_most_one_torn_line(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
-        "from weft.job.run_folder import RunDir; from weft.watch.journal import Journal\n"
+        "from weft.job.files.run_folder import RunDir; from weft.watch.journal import Journal\n"
         "journal = Journal(RunDir(Path(sys.argv[1]))); step = 0\n"
         "while True:\n"
         "    step += 1; journal.metrics({'step': step, 'loss': 1 / step, 'pad': 'x' * 3000})\n"

@@ -10,12 +10,12 @@ import pytest
 from helpers.command import ENV, Output, python
 from helpers.forked_python import Popen
 
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.watch.logs import setup
 
 SAY = """
 import sys; from pathlib import Path
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.watch.logs import setup
 run, rank = RunDir(Path(sys.argv[1])), int(sys.argv[2])
 for _ in range(2):

@@ -119,7 +119,7 @@ def test_a_closed_pipe_does_not_stop_a_run() -> None:
 LIVE = """
 import logging, sys
 from pathlib import Path
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.watch.logs import setup
 from weft.watch.progress import Progress
 log = setup(RunDir(Path(sys.argv[1])), 0, "", 1)

@@ -14,8 +14,8 @@ import pytest
 from helpers.command import DEADLINE_S
 from helpers.real_clusters import free_ports
 
+from weft.job.files.run_folder import RunDir
 from weft.job.load import load_job
-from weft.job.run_folder import RunDir
 from weft.watch.journal import read_jsonl
 from weft.watch.prometheus import PrometheusSink, metric_of
 

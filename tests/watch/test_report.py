@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.training.metrics import measured_figures, unit_of_targets
 from weft.watch.closing_lines import closing_lines
 from weft.watch.figures.slices import group, parse_slices, slice_map, slice_numbers, spans

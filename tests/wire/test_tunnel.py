@@ -15,7 +15,7 @@ from helpers.recording_relay import recording_relay
 
 from weft.job import parse_job
 from weft.job.errors import MachineError
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.wire.tls import tls_context
 from weft.wire.tunnel import Tunnel, open_tunnel
 

@@ -30,7 +30,7 @@ from weft.checkpoint.retention import retain, sweep
 from weft.checkpoint.writer import SaveFailed, write_checkpoint
 from weft.comm.agreement import Agreement, T, error_text
 from weft.job.errors import JobError, MachineError
-from weft.job.store_path import AnyPath, StorePath
+from weft.job.files.store_path import AnyPath, StorePath
 
 DISK_TIMEOUT_S = 600.0
 """How long the end of a run waits for a disk that does not respond."""

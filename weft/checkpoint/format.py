@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from weft.job.errors import JobError, MachineError, file_named
-from weft.job.store_path import AnyPath, StorePath, copy_tree, remove_tree, size_of
+from weft.job.files.store_path import AnyPath, StorePath, copy_tree, remove_tree, size_of
 
 FORMAT = 1
 MANIFEST = "manifest.json"

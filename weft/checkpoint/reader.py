@@ -16,7 +16,7 @@ from weft.checkpoint.dcp_internals import INDEX_FILE, StorageInfo, UnpicklingErr
 from weft.checkpoint.format import Damaged, check_file, read_manifest
 from weft.comm.agreement import error_text
 from weft.comm.shards import local_of, shard_of
-from weft.job.store_path import AnyPath
+from weft.job.files.store_path import AnyPath
 
 
 class Read(NamedTuple):

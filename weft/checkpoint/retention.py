@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from weft.checkpoint.format import CheckpointFolder, checkpoint_name, entries, leftovers, remove, verify
-from weft.job.store_path import AnyPath
+from weft.job.files.store_path import AnyPath
 
 Note = Callable[..., None]
 

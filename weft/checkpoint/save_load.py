@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from weft.checkpoint.checkpointer import Checkpointer
-from weft.job.store_path import as_path
+from weft.job.files.store_path import as_path
 from weft.mesh import Mesh
 
 KEEP_ALL = 1_000_000

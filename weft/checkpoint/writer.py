@@ -37,7 +37,7 @@ from weft.checkpoint.format import (
 )
 from weft.comm.agreement import Agreement, T, error_text
 from weft.job.errors import file_named
-from weft.job.store_path import AnyPath, StorePath, remove_tree
+from weft.job.files.store_path import AnyPath, StorePath, remove_tree
 
 MAX_FAILURES_NAMED = 3
 

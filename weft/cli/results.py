@@ -62,8 +62,8 @@ def generate(
 ) -> None:
     """Generate text with a trained or imported run."""
     from weft.job.errors import JobError
+    from weft.job.files.run_folder import find_run
     from weft.job.load import load_job
-    from weft.job.run_folder import find_run
     from weft.training.export import newest, saved_job
     from weft.training.generate import Sampling
     from weft.training.generate import generate as generate_texts
@@ -211,8 +211,8 @@ def export(
 ) -> None:
     """Export the weights of a run, for other tools, or its metrics, for a tracker."""
     from weft.job.errors import JobError
+    from weft.job.files.run_folder import find_run
     from weft.job.load import load_job
-    from weft.job.run_folder import find_run
     from weft.job.watch import TRACKERS
 
     if to in TRACKERS:
@@ -242,9 +242,9 @@ def export(
 
 def _export_metrics(run: str, tracker: str, out: Path | None, as_json: bool) -> None:
     from weft.job.errors import JobError
+    from weft.job.files.run_folder import find_run
     from weft.job.import_by_name import find_object
     from weft.job.load import load_job
-    from weft.job.run_folder import find_run
     from weft.job.watch import TRACKERS
     from weft.watch.follower import check_trackers
 
@@ -269,7 +269,7 @@ def _export_metrics(run: str, tracker: str, out: Path | None, as_json: bool) -> 
 
 def report(run: RunArg, as_json: AsJson = False) -> None:
     """Write the report of a run, RUN/report.html."""
-    from weft.job.run_folder import find_run
+    from weft.job.files.run_folder import find_run
     from weft.watch.report import write_report
 
     path = write_report(find_run(run))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import Annotated
 
 import typer
@@ -22,7 +23,7 @@ def train(
 ) -> None:
     """Train a job. A run that is started again resumes; ranks started by torchrun or mpirun join."""
     _exit_on_signals()
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ and sys.stderr.isatty():  # a script gets an error as one sentence
         print_stderr(f"weft train {job}: planning, then starting the ranks")
     from weft.hardware.rank_environment import export_torchrun_variables
     from weft.job.load import load_job

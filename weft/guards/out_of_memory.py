@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.planner.plan import Plan
 from weft.watch.journal import Journal
 

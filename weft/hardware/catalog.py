@@ -13,8 +13,8 @@ from typing import Any, Literal
 import yaml
 
 from weft.job.errors import JobError
+from weft.job.files.text_file import FAST_LOADER, limit_nesting, read_small_text
 from weft.job.registry import Registry
-from weft.job.text_file import FAST_LOADER, limit_nesting, read_small_text
 
 Kind = Literal["cuda", "rocm", "cpu"]
 

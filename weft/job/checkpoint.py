@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator
 
+from weft.job.files.store_path import check_url
 from weft.job.section import Section
-from weft.job.store_path import check_url
 
 
 class Checkpoint(Section):

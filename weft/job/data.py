@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from weft.job.data_files.token_files import MASK
+from weft.job.files.run_name import NAME_PATTERN
 from weft.job.model_parts.loss_settings import NamedLoss
-from weft.job.run_name import NAME_PATTERN
 from weft.job.section import Section
 
 

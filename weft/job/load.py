@@ -12,12 +12,12 @@ import yaml
 
 from weft.job.errors import JobError
 from weft.job.extensions import import_extensions
+from weft.job.files.run_name import as_run_name
+from weft.job.files.text_file import FAST_LOADER, MAX_YAML_DEPTH, limit_nesting, read_small_text
 from weft.job.model import expand_model
-from weft.job.run_name import as_run_name
 from weft.job.schema import Job
 from weft.job.section import plain_types
 from weft.job.sync import expand
-from weft.job.text_file import FAST_LOADER, MAX_YAML_DEPTH, limit_nesting, read_small_text
 from weft.job.validation import sections_of
 
 MAX_YAML_NODES = 20_000

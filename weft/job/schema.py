@@ -11,6 +11,7 @@ from weft.job.cluster import Cluster, DeviceGroup, Failures, TopologyLevel
 from weft.job.comm import Comm
 from weft.job.data import Data
 from weft.job.extensions import MODULE_NAME
+from weft.job.files.run_name import MAX_NAME_BYTES, NAME_PATTERN
 from weft.job.launch.launch_settings import (
     KubernetesOptions,
     LaunchPolicy,
@@ -30,7 +31,6 @@ from weft.job.model_parts.tower_settings import TowerShape
 from weft.job.optim import Optim
 from weft.job.parallel import Parallel
 from weft.job.resilience import Resilience
-from weft.job.run_name import MAX_NAME_BYTES, NAME_PATTERN
 from weft.job.section import Section
 from weft.job.sync import Sync
 from weft.job.train import Train

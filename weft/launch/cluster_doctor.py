@@ -12,9 +12,9 @@ from typing import Any
 
 from weft.hardware.doctor import Check
 from weft.job.errors import JobError, WeftError
+from weft.job.files.store_path import StorePath, remove_tree
 from weft.job.load import apply_overrides, parse_job
 from weft.job.schema import Job
-from weft.job.store_path import StorePath, remove_tree
 from weft.launch.node_probe import MARK, facts
 from weft.launch.targets.known_targets import resolve_target
 from weft.launch.targets.target import LaunchRequest

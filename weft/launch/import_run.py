@@ -16,9 +16,9 @@ from weft.checkpoint.format import WEIGHTS_ONLY, Manifest
 from weft.checkpoint.writer import SaveFailed, write_checkpoint
 from weft.comm.agreement import Agreement
 from weft.job.errors import JobError, MachineError
+from weft.job.files.run_folder import RunDir
+from weft.job.files.run_name import as_run_name
 from weft.job.load import parse_job
-from weft.job.run_folder import RunDir
-from weft.job.run_name import as_run_name
 from weft.job.schema import Job
 from weft.job.shapes import resolve
 from weft.launch.run_files import write_job_and_plan

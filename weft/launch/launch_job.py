@@ -12,8 +12,8 @@ from typing import Any
 
 from weft.job.errors import Exit, FitError, JobError, MachineError, WeftError
 from weft.job.extensions import import_extensions
+from weft.job.files.run_folder import RunDir
 from weft.job.load import dump_given, parse_job, read_fields
-from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.launch.run_files import check_is_run
 from weft.launch.targets.known_targets import find_target, resolve_target

@@ -12,9 +12,9 @@ from pathlib import Path
 from weft.hardware.pod_environment import export_node_variables
 from weft.hardware.rank_environment import MAX_WORLD, node_info, whole_number
 from weft.job.errors import Exit, MachineError
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
+from weft.job.files.store_path import check_conditional_writes
 from weft.job.schema import Job
-from weft.job.store_path import check_conditional_writes
 from weft.launch.open_files import ensure_open_files
 from weft.launch.run_files import write_job_and_plan
 from weft.launch.train import check_store, finish, prepare

@@ -23,7 +23,7 @@ from weft.hardware.pod_environment import export_node_variables
 from weft.hardware.probe import probe
 from weft.hardware.rank_environment import rank_info
 from weft.job.errors import WeftError
-from weft.job.store_path import AnyPath, as_path, check_access, replace
+from weft.job.files.store_path import AnyPath, as_path, check_access, replace
 from weft.supervisor.nodes.node_address import local_address
 
 MARK = "weft-node "

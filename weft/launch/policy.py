@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 
 from weft.job.errors import Exit, JobError, MachineError
+from weft.job.files.run_folder import RunDir
 from weft.job.launch.launch_settings import LaunchPolicy
 from weft.job.launch.when_rule import Rule, parse_rule
-from weft.job.run_folder import RunDir
 from weft.launch.launch_job import POLL_S, follow, submit
 from weft.launch.process_start import own_record, running_process
 from weft.launch.targets.driver import write_json

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from weft.job.errors import JobError, file_named
+from weft.job.files.run_folder import RunDir
 from weft.job.load import dump_yaml
-from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner import Plan
 

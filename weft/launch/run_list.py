@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.job.errors import Exit, JobError, WeftError
-from weft.job.run_folder import RunDir, find_run
+from weft.job.files.run_folder import RunDir, find_run
 from weft.launch.claims import claims_of_runs
 from weft.launch.policy import policy_process
 from weft.launch.targets.known_targets import find_target

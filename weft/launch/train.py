@@ -16,10 +16,10 @@ from weft.hardware.can_train import check_can_train
 from weft.hardware.probe import probe
 from weft.hardware.rank_environment import export_torchrun_variables
 from weft.job.errors import Exit, FitError, JobError, MachineError
+from weft.job.files.run_folder import RunDir
+from weft.job.files.store_path import check_access
 from weft.job.import_by_name import find_object
-from weft.job.run_folder import RunDir
 from weft.job.schema import Job
-from weft.job.store_path import check_access
 from weft.launch.claims import claimed_for_run
 from weft.launch.open_files import ensure_open_files
 from weft.launch.run_files import RunFiles, keep_earlier_run

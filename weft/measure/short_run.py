@@ -12,7 +12,7 @@ import torch
 
 from weft.data.loader import to_device
 from weft.job.errors import Exit, JobError
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.job.schema import Job
 from weft.launch.run_files import RunFiles, check_is_run
 from weft.launch.train import prepare

@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from weft.comm.shards import local_of
 from weft.data.loader import to_device
 from weft.job.errors import Exit
+from weft.job.files.run_folder import RunDir
 from weft.job.optim import OPTIMIZERS
-from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.measure.device_peaks import measure_roofs
 from weft.measure.short_run import short_run

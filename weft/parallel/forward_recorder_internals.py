@@ -257,7 +257,9 @@ class _Attributes:
         self.model, self.fake = model, fake
         self.modules = dict(model.named_modules())
         self.before = {name: _saved(module.__dict__) for name, module in self.modules.items()}
-        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        # tensors that a forward makes without a device are on the CPU, and meta tensors do not mix with them
+        self.device = torch.device("cpu") if device.type == "meta" else device
         self.made: dict[int, Tensor] = {}
         self.originals: list[Tensor] = []
         for module in self.modules.values():

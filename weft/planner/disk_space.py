@@ -9,9 +9,9 @@ from pathlib import Path
 
 from weft.hardware.probe import GIB
 from weft.job.errors import FitError
+from weft.job.files.store_path import StorePath, as_path
 from weft.job.optim import OPTIMIZERS
 from weft.job.schema import Job
-from weft.job.store_path import StorePath, as_path
 from weft.planner.model.counts import count_parameters
 from weft.planner.plan import Plan
 

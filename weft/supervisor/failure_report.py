@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.job.errors import Exit
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.supervisor.memory_folder import write_file
 from weft.watch.journal import Journal, read_jsonl
 from weft.watch.run_tail import LineTail

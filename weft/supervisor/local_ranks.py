@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from weft.hardware.network import use_loopback
 from weft.job.errors import Exit
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.supervisor.failure_report import explain_failure, remove_failures
 from weft.supervisor.memory_folder import memory_folder
 from weft.supervisor.run_lock import RunLock

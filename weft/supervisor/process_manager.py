@@ -17,9 +17,9 @@ from pathlib import Path
 
 from weft.hardware.network import use_loopback
 from weft.job.errors import Exit, MachineError
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
+from weft.job.files.store_path import replace
 from weft.job.schema import Job
-from weft.job.store_path import replace
 from weft.planner.plan import Plan
 from weft.supervisor.attempt import write_start
 from weft.supervisor.failure_report import remove_failures, write_failure

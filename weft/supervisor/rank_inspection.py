@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.supervisor.attempt import NOT_CONNECTED
 from weft.supervisor.failure_report import read_failure
 from weft.supervisor.hang_cause import STACK_SIGNAL, FaultReport, blame, main_stack, where

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft.job.errors import Exit
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.supervisor.attempt import Attempt
 from weft.supervisor.failure_report import explain_failure, read_failure
 from weft.supervisor.hang_cause import FaultReport

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.job.errors import JobError, MachineError
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 
 
 @dataclass(frozen=True)

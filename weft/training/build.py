@@ -20,7 +20,7 @@ from weft.data.loader import Loader
 from weft.data.open_dataset import has_missing_files, is_local, open_dataset
 from weft.hardware.probe import probe
 from weft.job.errors import JobError, MachineError, WeftError
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.job.schema import Job
 from weft.memory.tensor_tracer import Tracer
 from weft.memory.tensor_tracer_internals import fake_tensors, quiet_tracing

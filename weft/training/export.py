@@ -22,12 +22,12 @@ from weft.data.store import is_store
 from weft.data.tokenizer import load_tokenizer
 from weft.job.checkpoint import Checkpoint
 from weft.job.errors import JobError, MachineError, check_output_file
+from weft.job.files.run_folder import RunDir
+from weft.job.files.store_path import explain
 from weft.job.load import parse_job, read_fields
 from weft.job.model import FAMILIES
-from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.job.shapes import first_source
-from weft.job.store_path import explain
 from weft.models.build_model import build_model, meta_model
 from weft.planner.model.counts import count_parameters
 from weft.pretrained.adapters import base_model, merged, write_adapters

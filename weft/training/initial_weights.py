@@ -9,9 +9,9 @@ from torch import Tensor
 from weft.checkpoint.format import WEIGHTS_ONLY, Damaged, entries, read_meta
 from weft.checkpoint.reader import Index
 from weft.job.errors import JobError
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
+from weft.job.files.store_path import AnyPath
 from weft.job.schema import Job
-from weft.job.store_path import AnyPath
 from weft.mesh import Mesh
 from weft.pretrained.reader import PretrainedWeights
 

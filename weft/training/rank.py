@@ -19,8 +19,8 @@ from weft.guards.out_of_memory import is_oom, shrink
 from weft.guards.rollback import RollBack
 from weft.hardware.cpu_process import keep_freed_memory, threads_for
 from weft.job.errors import Exit, HangError, WeftError
+from weft.job.files.run_folder import RunDir
 from weft.job.load import load_job
-from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.failure_report import remove_failure, write_failure

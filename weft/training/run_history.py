@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from weft.job.run_folder import RunDir
-from weft.job.store_path import AnyPath, replace, size_of
+from weft.job.files.run_folder import RunDir
+from weft.job.files.store_path import AnyPath, replace, size_of
 
 APPENDED_FILES = ("metrics.jsonl", "events.jsonl")
 """Files to which lines are appended: the longer of two copies has all lines of the other."""

@@ -22,7 +22,7 @@ from weft.data.open_dataset import open_dataset
 from weft.data.sample_workers import auto_workers
 from weft.guards.guards import Guards
 from weft.guards.same_start import check_same_data, check_same_job
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.job.schema import Job
 from weft.mesh import Mesh, connect
 from weft.optim.layer_rates import describe_rates

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from weft.job.files.run_folder import RunDir
 from weft.job.import_by_name import find_object
 from weft.job.registry import Registry
-from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 from weft.job import parse_job
 from weft.job.errors import Exit, WeftError
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.attempt import NOT_CONNECTED, Attempt, read_attempt, started_job, started_plan

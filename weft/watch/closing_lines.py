@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.watch.figures.figure import number, unit_of
 from weft.watch.journal import read_jsonl, read_metrics
 from weft.watch.progress import duration, human

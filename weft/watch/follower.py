@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from weft.job.errors import MachineError
+from weft.job.files.run_folder import RunDir
 from weft.job.import_by_name import find_object
 from weft.job.load import load_job
-from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.job.watch import TRACKERS
 from weft.watch.journal import Journal

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 
 MAX_PENDING_LINES = 10_000
 """Lines kept in memory while the disk accepts none."""

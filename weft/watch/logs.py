@@ -7,7 +7,7 @@ import logging
 import sys
 from typing import Any, TextIO
 
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 
 NAME = "weft"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.job.errors import check_output_file
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.job.schema import Job
 from weft.watch.figures.figure import number
 from weft.watch.journal import Journal

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from weft.hardware.catalog import safe_load
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.watch.figures.experts import expert_figure
 from weft.watch.figures.figure import Figure, Record, number
 from weft.watch.figures.mesh import mesh_figure

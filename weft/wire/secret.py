@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 from weft.job.errors import MachineError
-from weft.job.store_path import AnyPath, create, replace
+from weft.job.files.store_path import AnyPath, create, replace
 
 MIN_BYTES = 32
 

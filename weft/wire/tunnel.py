@@ -17,7 +17,7 @@ from collections.abc import Callable
 from weft.hardware.network import choose, own_address
 from weft.hardware.rank_environment import rank_info
 from weft.job.errors import MachineError
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.job.schema import Job
 from weft.wire.channel import close_socket
 from weft.wire.secret import run_secret

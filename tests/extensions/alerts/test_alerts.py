@@ -16,8 +16,8 @@ import pytest
 from weft.extensions.alerts.delivery import AlertLimit, AlertSink
 from weft.extensions.alerts.rules import Alert, RunWatch
 from weft.extensions.alerts.targets import AlertMessage, send
+from weft.job.files.run_folder import RunDir
 from weft.job.load import load_job
-from weft.job.run_folder import RunDir
 from weft.job.watch import Alerts, AlertTarget
 from weft.watch.journal import Journal, read_jsonl
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from weft.extensions.dash.serve import is_loopback, serve
 from weft.extensions.dash.terminal_view import render
 from weft.job.errors import MachineError
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.watch.journal import Journal
 from weft.watch.runs.run_catalog import RunCatalog, RunEntry
 

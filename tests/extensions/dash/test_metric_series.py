@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.watch.journal import Journal
 from weft.watch.runs import metric_series
 from weft.watch.runs.metric_records import as_timeline, flatten

@@ -13,8 +13,8 @@ from helpers.command import Output
 
 from weft.extensions.diagnose.diagnose import DETECTORS, diagnose, sentences
 from weft.extensions.diagnose.finding import Finding
+from weft.job.files.run_folder import RunDir
 from weft.job.load import dump_yaml, parse_job
-from weft.job.run_folder import RunDir
 from weft.planner import make_plan
 from weft.watch.journal import Journal
 

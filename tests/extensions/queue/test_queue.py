@@ -26,8 +26,8 @@ from weft.extensions.queue.run_claim import claimed_for_run
 from weft.extensions.queue.scheduling import impossible, make_schedule
 from weft.extensions.queue.view import show_queue
 from weft.job.errors import FitError, JobError, MachineError
+from weft.job.files.run_folder import RunDir
 from weft.job.load import parse_job
-from weft.job.run_folder import RunDir
 from weft.supervisor.run_lock import run_lock
 
 CONTENTION = Path(__file__).parents[2] / "helpers" / "queue_contention.py"

@@ -26,7 +26,7 @@ from weft.extensions.server.parameter_server import ParameterServer
 from weft.extensions.server.run_records import RunRecords, StateCopy
 from weft.extensions.server.server_shard import Shard, ShardCoordinator, ShardHandle, assign_weights
 from weft.extensions.server.update_checks import find_defect, norm, outliers
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.job.schema import Job, Optim
 from weft.optim.build_optimizers import build_optimizers
 from weft.planner import make_plan

@@ -20,8 +20,8 @@ from helpers.parity import BASE, section
 from weft.checkpoint.format import newest_good
 from weft.checkpoint.reader import load_full
 from weft.extensions.server.worker import Worker, make_worker, run_tasks
+from weft.job.files.run_folder import RunDir
 from weft.job.load import load_job, parse_job
-from weft.job.run_folder import RunDir
 from weft.launch.rank_pool import RankPool
 from weft.planner import make_plan
 from weft.watch.journal import read_jsonl

@@ -9,8 +9,8 @@ import pytest
 from helpers.command import until
 
 from weft.extensions.trackers.sink import TrackerSink, export_to_tracker
+from weft.job.files.run_folder import RunDir
 from weft.job.load import dump_yaml, load_job
-from weft.job.run_folder import RunDir
 from weft.watch.journal import Journal
 
 STEPS = list(range(1, 13))

@@ -16,7 +16,7 @@ from helpers.real_clusters import SshHosts
 
 from weft.extensions.diagnose.diagnose import diagnose
 from weft.job.errors import JobError
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.launch.rank_pool import RankPool
 from weft.launch.targets import ssh
 from weft.launch.targets.driver import code_of_run, record_end

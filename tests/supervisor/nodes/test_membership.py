@@ -14,9 +14,9 @@ import torch.distributed as dist
 from helpers.command import DEADLINE_S, until
 
 from weft.job.errors import MachineError
+from weft.job.files.run_folder import RunDir
+from weft.job.files.store_path import StorePath
 from weft.job.load import load_job
-from weft.job.run_folder import RunDir
-from weft.job.store_path import StorePath
 from weft.supervisor.authenticated_store import AuthenticatedStore
 from weft.supervisor.nodes.consensus import Decision, NodeRanks, Proposal, Report
 from weft.supervisor.nodes.discovery import NodeRegistry

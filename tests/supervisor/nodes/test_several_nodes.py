@@ -20,7 +20,7 @@ from helpers.forked_python import Popen
 
 from weft.extensions.chaos.virtual_hosts import VirtualHosts
 from weft.job.errors import Exit
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.supervisor.nodes.attempt_claims import AttemptClaims
 from weft.supervisor.process_manager import pointer_path
 from weft.supervisor.status_board import StatusBoard

@@ -9,7 +9,7 @@ import pytest
 
 from weft.hardware.nvml_device import NvmlDevice
 from weft.job.errors import MachineError
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.watch.devices.energy_account import EnergyAccount, StepEnergy
 from weft.watch.devices.energy_sources import GpuEnergy, HostEnergy
 from weft.watch.devices.health import GpuHealth

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.watch.figures.experts import COLUMNS, expert_figure
 from weft.watch.journal import Journal
 from weft.watch.report import write_report

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.planner.schedules.known_schedules import make_schedule
 from weft.planner.schedules.simulate import Costs, simulate
 from weft.watch.figures.pipeline import pipeline_card

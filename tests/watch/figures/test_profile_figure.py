@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.watch.figures.profile import profile_figure, profile_table
 from weft.watch.journal import Journal
 from weft.watch.report import write_report

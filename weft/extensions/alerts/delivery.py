@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.extensions.alerts.rules import Alert, RunWatch
 from weft.extensions.alerts.targets import AlertMessage, describe, send
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.job.schema import Job
 from weft.job.watch import Alerts, AlertTarget
 from weft.watch.figures.figure import number

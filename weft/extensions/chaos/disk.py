@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from weft.job.errors import MachineError
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 
 MIN_DISK_BYTES = 64 << 20
 """Minimum size of the disk; otherwise a multiple of the undisturbed run's size."""

@@ -21,8 +21,8 @@ from weft.extensions.chaos.faults import Fault, FaultRequest, draw, parse, sched
 from weft.extensions.chaos.observed_run import FAULTY_RANK, ObservedRun
 from weft.extensions.chaos.virtual_hosts import VirtualHosts, check_hosts
 from weft.job.errors import Exit, MachineError
+from weft.job.files.run_folder import RunDir
 from weft.job.load import dump_yaml
-from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.launch.train import prepare
 from weft.planner.plan import Plan

@@ -16,8 +16,8 @@ import psutil
 
 from weft.extensions.chaos.accounting import Event, ObservedStep
 from weft.extensions.chaos.virtual_hosts import VirtualHosts
+from weft.job.files.run_folder import RunDir
 from weft.job.load import dump_given
-from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.supervisor.process_manager import pointer_path
 from weft.supervisor.status_board import TRAINING, StatusBoard

@@ -16,9 +16,9 @@ from weft.extensions.convert.megatron_formats.megatron import MEGATRON
 from weft.extensions.convert.torchtitan import TORCHTITAN
 from weft.extensions.convert.torchtitan_python import TORCHTITAN_PYTHON
 from weft.job.errors import JobError
+from weft.job.files.run_name import as_run_name
+from weft.job.files.text_file import MAX_BYTES, read_small_text
 from weft.job.registry import did_you_mean
-from weft.job.run_name import as_run_name
-from weft.job.text_file import MAX_BYTES, read_small_text
 
 FORMATS: dict[str, SourceFormat] = {
     source.name: source

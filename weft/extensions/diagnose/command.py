@@ -8,7 +8,7 @@ from weft.cli.common import AsJson, RunArg, print_json, printable
 def diagnose(run: RunArg, as_json: AsJson = False) -> None:
     """Say why a run is slow, or why it failed: causes with their evidence, what each costs, and what to change."""
     from weft.extensions.diagnose.diagnose import diagnose, sentences
-    from weft.job.run_folder import find_run
+    from weft.job.files.run_folder import find_run
 
     # a refused launch has no job.yaml
     findings, found = diagnose(find_run(run, files=("job.yaml", "events.jsonl")))

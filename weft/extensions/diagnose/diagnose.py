@@ -13,7 +13,7 @@ from weft.extensions.diagnose.layout import large_bubble, small_microbatch, unne
 from weft.extensions.diagnose.links import slow_link
 from weft.extensions.diagnose.ranks import data_starved, host_bound, neighbour, slow_rank
 from weft.extensions.diagnose.throttling import throttling
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.planner.number_format import counted, seconds
 
 DETECTORS: tuple[Detector, ...] = (

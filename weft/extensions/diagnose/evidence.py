@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.job.errors import WeftError
+from weft.job.files.run_folder import RunDir
 from weft.job.load import read_job
-from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.job_estimate import estimate_job
 from weft.planner.plan import Plan

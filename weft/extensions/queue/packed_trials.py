@@ -19,7 +19,7 @@ from weft.extensions.queue.queue_folder import QueueFolder
 from weft.extensions.queue.records import QueueSettings, Request
 from weft.extensions.queue.run_claim import queue_of, request_of
 from weft.job.errors import Exit, FitError, MachineError, WeftError
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.job.schema import Job
 from weft.launch.run_files import RunFiles
 from weft.launch.train import prepare

@@ -25,7 +25,7 @@ from weft.extensions.server.run_records import RunRecords, StateCopy
 from weft.extensions.server.secure_averaging import SecureAveraging
 from weft.extensions.server.server_shard import RemoteShard, Shard, assign_weights
 from weft.job.errors import DivergedError, Exit, JobError
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.job.schema import Job
 from weft.mesh import Mesh, local_device
 from weft.models.build_model import build_model

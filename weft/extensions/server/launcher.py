@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from weft.extensions.server.rendezvous import prepare_rendezvous
 from weft.job.errors import Exit
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.failure_report import explain_failure, remove_failures

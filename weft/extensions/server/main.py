@@ -15,8 +15,8 @@ from typing import Any
 
 from weft.hardware.cpu_process import keep_freed_memory, threads_for
 from weft.job.errors import Exit, MachineError
+from weft.job.files.run_folder import RunDir
 from weft.job.load import load_job
-from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.local_ranks import die_with_parent

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from weft.extensions.server.privacy import check_packages
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.job.schema import Job
 from weft.wire.secret import run_secret
 from weft.wire.tls import check_tls_package

@@ -20,7 +20,7 @@ from weft.extensions.server.rendezvous import chief_address
 from weft.extensions.server.secure_aggregation import SecureClient
 from weft.extensions.server.server_shard import assign_weights
 from weft.job.errors import MachineError
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.job.schema import Job
 from weft.mesh import Mesh, local_device
 from weft.planner.plan import Plan

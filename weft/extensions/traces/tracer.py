@@ -14,7 +14,7 @@ from weft.extensions.traces.clocks import clock_offsets
 from weft.extensions.traces.merge import RANK_SPANS, RANK_TRACE, merge
 from weft.extensions.traces.profiler_events import aligned
 from weft.extensions.traces.recorder import StepRecorder, phase_name
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.job.schema import Job
 from weft.mesh import Mesh
 

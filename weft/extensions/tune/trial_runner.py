@@ -9,8 +9,8 @@ from typing import Protocol
 
 from weft.hardware.probe import probe
 from weft.job.errors import Exit, FitError, JobError, WeftError
+from weft.job.files.run_folder import RunDir
 from weft.job.import_by_name import find_object
-from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.launch.claims import CLAIMS
 from weft.launch.run_files import RunFiles

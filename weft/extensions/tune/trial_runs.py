@@ -15,8 +15,8 @@ from weft.extensions.tune.successive_halving import Trial, rungs, successive_hal
 from weft.extensions.tune.trial_plot import draw_trials
 from weft.extensions.tune.trial_runner import TrialRunner, open_trials, ranks_of_trial
 from weft.job.errors import Exit, JobError, WeftError
+from weft.job.files.run_folder import RunDir
 from weft.job.load import load_job
-from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.advice.pinned_job import write_job
 from weft.watch.journal import read_jsonl

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from weft.job.errors import Exit
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.launch.process_start import own_record
 from weft.launch.targets.target import EXIT_FILE, OUTPUT
 from weft.supervisor.stop_signals import KILL_AFTER_INTERRUPTS, STOP_CODES, handled_signals

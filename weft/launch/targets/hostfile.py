@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.job.cluster import Cluster
 from weft.job.errors import JobError
-from weft.job.text_file import MAX_BYTES
+from weft.job.files.text_file import MAX_BYTES
 
 NAME = re.compile(
     r"([A-Za-z0-9_][\w.-]*@)?([A-Za-z0-9_][\w.-]*|(?P<ipv6>[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f.]*(%\w+)?))"

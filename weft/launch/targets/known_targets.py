@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from weft.job.errors import JobError
+from weft.job.files.text_file import read_small_text
 from weft.job.import_by_name import find_object
 from weft.job.load import read_yaml
-from weft.job.text_file import read_small_text
 from weft.launch.targets.target import Target
 from weft.launch.targets.target_kinds import LAUNCH_TARGETS
 

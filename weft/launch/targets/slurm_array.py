@@ -9,7 +9,7 @@ from pathlib import Path
 
 from weft.job.cluster import Cluster
 from weft.job.errors import JobError
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.launch.targets.target import OUTPUT, LaunchRecord, read_exit_code
 
 OFFSETS = "offsets.json"

@@ -15,9 +15,9 @@ from typing import Any
 from weft.hardware.network import GLOO, NCCL
 from weft.job.cluster import Cluster
 from weft.job.errors import Exit, JobError
+from weft.job.files.run_folder import RunDir
 from weft.job.launch.launch_settings import LaunchSettings
 from weft.job.load import dump_given
-from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner import Plan
 

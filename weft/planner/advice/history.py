@@ -10,8 +10,8 @@ from statistics import median
 from typing import Any
 
 from weft.job.errors import JobError, WeftError
+from weft.job.files.run_folder import RunDir
 from weft.job.load import load_job
-from weft.job.run_folder import RunDir
 from weft.job.shapes import resolve
 from weft.planner.calibration import Calibration
 from weft.planner.job_estimate import estimate_job

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from weft.job.store_path import AnyPath, create
+from weft.job.files.store_path import AnyPath, create
 from weft.supervisor.nodes.consensus import Decision
 
 _NAME = re.compile(r"(\d{6,})\.json")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.job.errors import MachineError
-from weft.job.store_path import AnyPath, StorePath, replace
+from weft.job.files.store_path import AnyPath, StorePath, replace
 
 STORE_INTERVAL_S = 1.0
 """Seconds between requests to an object store for the same thing."""

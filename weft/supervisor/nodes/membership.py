@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from weft.job.run_folder import RunDir
-from weft.job.store_path import AnyPath
+from weft.job.files.run_folder import RunDir
+from weft.job.files.store_path import AnyPath
 from weft.supervisor.nodes.attempt_claims import AttemptClaims
 from weft.supervisor.nodes.consensus import (
     ENDED,

@@ -16,8 +16,8 @@ from weft.guards.out_of_memory import with_microbatch
 from weft.hardware.network import GLOO, NCCL, interfaces
 from weft.job.compression import parse_compression
 from weft.job.errors import Exit, MachineError, WeftError
+from weft.job.files.run_folder import RunDir
 from weft.job.load import dump_yaml, parse_job
-from weft.job.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.hang_cause import FaultReport

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from weft.guards.step_report import RankFigures
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.planner.model.cluster_facts import cluster_facts

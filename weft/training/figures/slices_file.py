@@ -6,7 +6,7 @@ import json
 from typing import cast
 
 from weft.comm.shards import shard_of
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 from weft.mesh import Mesh
 from weft.parallel.pipeline.executor import Pipelined
 from weft.parallel.spread_model import SpreadModel

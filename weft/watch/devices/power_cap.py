@@ -8,7 +8,7 @@ from pathlib import Path
 
 from weft.hardware.nvml_device import NvmlDevice
 from weft.job.errors import MachineError
-from weft.job.run_folder import RunDir
+from weft.job.files.run_folder import RunDir
 
 
 def _file(run: RunDir, index: int) -> Path:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.job.errors import JobError
-from weft.job.store_path import AnyPath, as_path
+from weft.job.files.store_path import AnyPath, as_path
 
 
 @dataclass(frozen=True)
