@@ -15,12 +15,12 @@ from typing import BinaryIO, NamedTuple, Self
 import numpy as np
 import torch
 
-from weft.data.batch_shares import BatchShares, even_share, split_evenly
 from weft.data.dataset import Dataset, Sample
-from weft.data.epochs import epoch_len
-from weft.data.order import indices_of
+from weft.data.sample_order.batch_shares import BatchShares, even_share, split_evenly
+from weft.data.sample_order.epochs import epoch_len
+from weft.data.sample_order.order import indices_of
+from weft.data.sample_order.sampler import Ints
 from weft.data.sample_workers import SampleWorkers, read_sample
-from weft.data.sampler import Ints
 from weft.data.task_records import Padding
 from weft.job.errors import JobError
 from weft.job.train import BatchRamp

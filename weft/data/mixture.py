@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from weft.data.dataset import own_sources, sample_in_epoch
 from weft.data.formats.streamed_files import StreamedDataset
 from weft.data.growing import Rounds
-from weft.data.order import SampleOrder
-from weft.data.sampler import Ints, shuffle
+from weft.data.sample_order.order import SampleOrder
+from weft.data.sample_order.sampler import Ints, shuffle
 from weft.job.data import Data
 from weft.job.errors import JobError
 

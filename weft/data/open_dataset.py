@@ -11,7 +11,7 @@ from weft.data.dataset import Dataset, fingerprint_of
 from weft.data.formats.streamed_files import StreamedDataset
 from weft.data.growing import GrowingDataset
 from weft.data.mixture import MixedDataset, SourceShares, TaskDataset, describe_shares
-from weft.data.order import OrderedDataset, SampleOrder, indices_of
+from weft.data.sample_order.order import OrderedDataset, SampleOrder, indices_of
 from weft.data.shard_patterns import first_missing
 from weft.data.source_kinds import SOURCES
 from weft.data.sources import (

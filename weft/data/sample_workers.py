@@ -20,7 +20,7 @@ import torch
 
 from weft.data.dataset import Dataset, Sample, sample_in_epoch
 from weft.data.file_positions import read_positions, reopen
-from weft.data.sampler import Ints
+from weft.data.sample_order.sampler import Ints
 
 CHUNK_SAMPLES = 16
 """Samples that a worker reads for one message."""

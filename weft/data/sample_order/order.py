@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from weft.data.dataset import own_sources
-from weft.data.sampler import Ints, sample_index, shuffle
+from weft.data.sample_order.sampler import Ints, sample_index, shuffle
 
 
 @dataclass(frozen=True)
