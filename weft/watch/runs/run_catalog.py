@@ -14,11 +14,11 @@ from typing import Any
 import yaml
 
 from weft.hardware.catalog import safe_load
+from weft.watch.figures.figure import number, unit_of
+from weft.watch.report_summary import status_of
 from weft.watch.runs.folder_files import last_lines, parse_object, read_inside, read_json, signature
 from weft.watch.runs.metric_records import has_step
 from weft.watch.runs.metric_series import MetricSeries
-from weft.watch.figures.figure import number, unit_of
-from weft.watch.report_summary import status_of
 
 RUN_FILES = ("metrics.jsonl", "events.jsonl", "job.yaml", "plan.json")
 MAX_DEPTH = 3
