@@ -31,6 +31,7 @@ from weft.planner.plan import Plan
 from weft.supervisor.heartbeat import Heartbeat, NoHeartbeat
 from weft.training.build import build_state, rates_of, with_prediction, write_plan
 from weft.training.data_warnings import data_warnings
+from weft.training.due import Calendar
 from weft.training.expert_rebalance import rebalance
 from weft.training.figures.run_energy import RunEnergy, open_energy
 from weft.training.figures.slices_file import write_slices
@@ -197,7 +198,7 @@ class Session:
         """Write the checkpoint that was due in an attempt that failed before it was durable."""
         step, c = self.state.step, self.job.checkpoint
         on_disk = newest_on_disk(self)
-        due = step if step == self.job.train.steps else step // c.every * c.every if c.every else 0
+        due = Calendar.of(self.job, self.dataset).newest(c.every, step)
         if on_disk == step:
             self.checkpoints.durable = step
         elif max(on_disk, self.first_step) < due:
@@ -270,6 +271,8 @@ def open_session(
         any_rank=lambda mine: any(mesh.all_gather_json(mine)), meta_problem=meta_problem, fence=heartbeat.fence,
         after_save=lambda: upload_history(run, run.shared(c.to)),
     )  # fmt: skip
+    if c.none:
+        log.info("%s", "checkpoint.every=never: no checkpoint is written, and the weights are lost when the run ends")
     if reason := state.no_snapshots:
         snapshots.refused = reason
         log.info("%s", f"no snapshots in memory: {snapshots.refused}")

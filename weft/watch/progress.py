@@ -30,11 +30,12 @@ class Progress:
 
     def __init__(
         self, total_steps: int, start_step: int, every: int, console: Console | None = None, plain: bool | None = None,
-        silent: bool = False,
+        silent: bool = False, epochs: float | None = None,
     ) -> None:  # fmt: skip
-        """`silent` shows nothing; for ranks other than 0."""
+        """`silent` shows nothing; for ranks other than 0. `epochs`: those of the run, which are then shown too."""
         self.total = total_steps
         self.start = start_step
+        self._epochs = epochs
         self.every = max(1, every)
         self._console = console
         self._plain = silent or (plain if plain is not None else not _is_terminal(console))
@@ -118,7 +119,9 @@ class Progress:
     def _figures(self) -> list[tuple[str, str]]:
         get = {k: number(v) for k, v in self._record.items()}
         rate, mfu = self._mean(1), self._mean(2)
+        epoch = get.get("epoch") if self._epochs else None
         shown = [
+            ("epoch", f"{epoch:.2f}/{self._epochs:.4g}" if epoch is not None else ""),
             ("loss", _as(get.get("loss"), ".3f")),
             ("val", _as(get.get("val_loss") if self._live is None else self._val_loss, ".3f")),
             ("grad", _as(get.get("grad_norm"), ".2f")),
@@ -131,7 +134,7 @@ class Progress:
         ]
         loss = self._record.get("loss")
         if isinstance(loss, float) and not math.isfinite(loss):
-            shown[0] = ("loss", str(loss))
+            shown[1] = ("loss", str(loss))
         left = self.eta()
         if left is not None and self._step < self.total:
             shown.append(("eta", duration(left)))

@@ -30,6 +30,7 @@ from weft.job.files.run_folder import RunDir
 from weft.job.schema import Job, Optim
 from weft.optim.build_optimizers import build_optimizers
 from weft.planner import make_plan
+from weft.training.due import Calendar
 from weft.training.stop_requests import Signals
 from weft.watch.journal import Journal, read_jsonl
 from weft.watch.progress import Progress
@@ -60,7 +61,12 @@ def server_of(
         master_params, lambda held: build_optimizers(job.optim, held, lambda _: False), folder, "shard-0-of-1"
     )
     records = RunRecords(
-        job, plan, Journal(RunDir(folder)), Progress(steps, 0, 10, silent=True), logging.getLogger("weft")
+        job,
+        plan,
+        Journal(RunDir(folder)),
+        Progress(steps, 0, 10, silent=True),
+        logging.getLogger("weft"),
+        Calendar(job.train.steps, 1, job.train.ramp),
     )
     coordinator = ParameterServer(job, shares, shard, records, connect)
     if begin:
@@ -261,7 +267,12 @@ def rounds_of(folder: Path, name: str, examples: list[int], **sync: Any) -> tupl
         master_params, lambda held: build_optimizers(job.optim, held, lambda _: False), folder, "shard-0-of-1"
     )
     records = RunRecords(
-        job, plan, Journal(RunDir(folder)), Progress(20, 0, 10, silent=True), logging.getLogger("weft")
+        job,
+        plan,
+        Journal(RunDir(folder)),
+        Progress(20, 0, 10, silent=True),
+        logging.getLogger("weft"),
+        Calendar(job.train.steps, 1, job.train.ramp),
     )
     coordinator = FederatedAveraging(job, examples, shard, records, b"secret")
     coordinator.begin({}, {"step": 0, "tokens": 0, "offset": 0})

@@ -104,9 +104,9 @@ def interval(job_field: str, strategy: str) -> Rule:
     return rule
 
 
-def _strategy(job_field: str, what: str) -> Rule:
+def _strategy(job_field: str) -> Rule:
     return choice({"steps": {}, "no": {job_field: 0}, "false": {job_field: 0}, "none": {job_field: 0},
-                   "epoch": f"counted in steps; set {job_field}, {what}"})  # fmt: skip
+                   "epoch": {job_field: "epoch"}})  # fmt: skip
 
 
 def _beta(position: int) -> Rule:
@@ -186,9 +186,9 @@ def shared_table(micro_batch: str = "per_device_train_batch_size") -> dict[str, 
         "logging_steps": interval("watch.every", "logging_strategy"),
         "save_steps": interval("checkpoint.every", "save_strategy"),
         "eval_steps": interval("train.eval_every", "eval_strategy"),
-        "save_strategy": _strategy("checkpoint.every", "steps between checkpoints"),
-        "eval_strategy": _strategy("train.eval_every", "steps between evaluations"),
-        "evaluation_strategy": _strategy("train.eval_every", "steps between evaluations"),
+        "save_strategy": _strategy("checkpoint.every"),
+        "eval_strategy": _strategy("train.eval_every"),
+        "evaluation_strategy": _strategy("train.eval_every"),
         "save_total_limit": to("checkpoint.keep"),
         "seed": to("train.seed"),
         "bf16": switch({"precision": "bf16"}),
