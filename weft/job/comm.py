@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from weft.job.backends import BACKENDS
 from weft.job.compression import parse_compression
+from weft.job.registry import NameIn
 from weft.job.section import Section, limits
 
 
 class Comm(Section):
     """How ranks communicate."""
 
-    backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
+    backend: Literal["auto"] | Annotated[str, NameIn(BACKENDS)] = "auto"
     """auto is nccl if each rank has its own GPU, mpi on CPUs if mpirun started the ranks, and gloo otherwise."""
     allreduce: Literal["auto", "native", "ring", "tree", "hierarchical"] = "auto"
     """Algorithm of the gradient all-reduce between replicas: the backend's own (native, the same as auto), ring, tree,

@@ -19,7 +19,8 @@ import torch
 
 from weft.comm.algorithms import ALGORITHMS
 from weft.hardware.linear_fit import fit_line
-from weft.hardware.rank_environment import RankInfo, export_torchrun_variables, rank_info, under_mpi
+from weft.hardware.rank_environment import RankInfo, export_torchrun_variables, launcher_backend, rank_info
+from weft.job.backends import BACKENDS
 from weft.job.errors import FitError, JobError, MachineError
 from weft.launch.rank_pool import RankPool
 from weft.measure.collective_times import DTYPES, KINDS, Case, cases, measure
@@ -125,7 +126,8 @@ def where(nproc: int | None, device: str, here: RankInfo | None = None) -> tuple
     kind = device if device != "auto" else ("cuda" if gpus > 1 else "cpu")
     if here is not None:
         own = kind == "cuda" and here.local_world <= gpus
-        return here.world, kind, "nccl" if own else "mpi" if kind == "cpu" and under_mpi() else "gloo"
+        launched = launcher_backend() if kind == "cpu" else ""
+        return here.world, kind, "nccl" if own else launched if launched and launched in BACKENDS else "gloo"
     ranks = nproc or (max(2, gpus) if kind == "cuda" else CPU_RANKS)
     if ranks < 2:
         raise JobError("--nproc 1: a collective needs at least two ranks; --nproc 2 would work")

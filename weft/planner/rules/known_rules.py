@@ -9,7 +9,12 @@ from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.planner.rules.adapter_rules import frozen_rule, lora_rule
 from weft.planner.rules.batch_rules import batch_rule, drop_last_rule, metrics_rule, microbatch_rule, ramp_rule
-from weft.planner.rules.communication_rules import allreduce_rule, compressed_experts_rule, encryption_rule, mpi_rule
+from weft.planner.rules.communication_rules import (
+    allreduce_rule,
+    compressed_experts_rule,
+    encryption_rule,
+    launcher_rule,
+)
 from weft.planner.rules.context_rules import cp_style_rule, sequence_rule
 from weft.planner.rules.data_rules import growing_rule, images_rule, tasks_rule
 from weft.planner.rules.embedding_rules import tables_rule
@@ -50,7 +55,7 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 """A layout that breaks one of these can be neither planned nor trained."""
 
-RUNNABLE: tuple[Rule, ...] = (mixed_devices_rule, mpi_rule, power_cap_rule)
+RUNNABLE: tuple[Rule, ...] = (mixed_devices_rule, launcher_rule, power_cap_rule)
 """A layout that breaks one of these can be planned, but not trained."""
 
 

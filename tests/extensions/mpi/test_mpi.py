@@ -14,7 +14,7 @@ from helpers.command import ENV, Output, losses, run_of, write_job
 from helpers.forked_python import ROOT
 from helpers.interpreter import ForkedInterpreter
 
-from weft.hardware.rank_environment import RankInfo, export_torchrun_variables, rank_info, under_mpi
+from weft.hardware.rank_environment import RankInfo, export_torchrun_variables, launcher_backend, rank_info
 from weft.job.errors import JobError
 from weft.launch.rank_pool import RankPool
 from weft.planner import RUNNABLE, check, make_plan
@@ -66,9 +66,9 @@ def test_rank_from_the_environment_of_mpi() -> None:
     ours = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
             "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}  # fmt: skip
     assert rank_info(ours) == RankInfo(5, 8, 1, 4, "Open MPI")
-    assert under_mpi(ours) and not under_mpi({"RANK": "0", "WORLD_SIZE": "1"})
+    assert launcher_backend(ours) == "mpi" and not launcher_backend({"RANK": "0", "WORLD_SIZE": "1"})
     assert rank_info({"PMI_RANK": "1", "PMI_SIZE": "2"}) == RankInfo(1, 2, 1, 2, "MPICH")
-    assert not under_mpi({"PMI_RANK": "0", "PMI_SIZE": "1"})  # a shell under srun
+    assert not launcher_backend({"PMI_RANK": "0", "PMI_SIZE": "1"})  # a shell under srun
     assert rank_info({}) == RankInfo(0, 1, 0, 1, "alone")
     output = dict(ours)
     assert export_torchrun_variables(output)
@@ -81,7 +81,7 @@ def test_rank_from_the_environment_of_mpi() -> None:
 
 
 def test_refused_without_mpirun() -> None:
-    assert not under_mpi(os.environ)
+    assert not launcher_backend(os.environ)
     job, plan = make_plan(parity.make_job("comm.backend=mpi"), 2)
     with pytest.raises(JobError, match=r"comm\.backend=mpi .* mpirun -n 2 .*; gloo would work"):
         check(job, plan, RUNNABLE)
