@@ -45,7 +45,7 @@ from weft.training.resume import (
 from weft.training.run_history import fetch_history, upload_history
 from weft.training.state import State, meta_problem
 from weft.training.step import Stepper
-from weft.training.step_observers import StepObservers
+from weft.training.step_observers import StepObservers, phase_reporter
 from weft.watch import logs
 from weft.watch.journal import Journal, read_metrics
 from weft.wire.tunnel import open_tunnel
@@ -74,6 +74,8 @@ class Session:
     """Traces the steps of the job's watch.trace."""
     energy: RunEnergy
     """Energy and health of the devices."""
+    now: Callable[[str], None]
+    """Reports the phase of the loop that begins."""
     first_step: int = 0
     """The step at which the run was started, before any recovery."""
     began: float = field(default_factory=time.time)
@@ -85,11 +87,6 @@ class Session:
         if self.journal is not None:
             self.heartbeat.fence()
             self.journal.event(kind, **fields)
-
-    def now(self, phase: str) -> None:
-        """Report the phase that begins."""
-        self.heartbeat.now(phase, self.state.step)
-        self.observers.phase(phase)
 
     def compression(self, *, was: str, now: str, why: str, **fields: Any) -> None:
         """Record that adaptive compression has changed its codec."""
@@ -231,27 +228,75 @@ def open_session(
     torch.manual_seed(job.train.seed + mesh.rank)  # for a user's module; Weft's own models do not use this state
     torch.backends.cudnn.benchmark = mesh.device.type == "cuda"  # shapes do not change, so convolutions are timed once
     check_same_job(job, plan, mesh)
-    dataset = dataset or open_dataset(job)
-    check_same_data(job, plan, dataset, mesh)
-    for own in own_sources(dataset).values() if mesh.rank == 0 else ():
-        if own.varies:
-            log.warning("%s", f"data.source {own.name}: train(0), read twice, gave two different samples, so this run "
-                              f"cannot be repeated or resumed exactly; {DRAW_FROM}")  # fmt: skip
-    for text in data_warnings(job, dataset) if mesh.rank == 0 else ():
-        log.warning("%s", text)
+    dataset = _checked_data(job, plan, mesh, log, dataset)
     if mesh.rank == 0 and (traced := with_prediction(job, plan, dataset)) is not plan:
         plan = traced
         write_plan(run, plan)
-    memory = os.environ.get("WEFT_MEMORY")  # a folder that the launcher made, which outlives this process
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
-    snapshots = snapshots or Snapshots(
-        Path(memory) if memory else None, mesh.rank, local_ranks, device=mesh.device, world=mesh.world
-    )
+    snapshots = snapshots or _snapshots_in_memory(mesh)
     state = build_state(job, plan, mesh, initial_weights(job, run, mesh))
-    c = job.checkpoint
     if mesh.rank == 0:
-        fetch_history(run, run.shared(c.to))
+        fetch_history(run, run.shared(job.checkpoint.to))
     journal = Journal(run) if mesh.rank == 0 else None
+    if reason := state.no_snapshots:
+        snapshots.refused = reason
+        log.info("%s", f"no snapshots in memory: {snapshots.refused}")
+    stepper = Stepper(job, plan, mesh, state, meanwhile=snapshots.settle)
+    guards = _open_guards(job, plan, mesh, state, heartbeat, journal, log)
+    guards.weights.spacing = snapshots.every
+    # after the snapshot is copied, so that a flipped bit in it is detected
+    stepper.before_update = guards.weights.before_update
+    observers = StepObservers.of(job, run, mesh, lambda: heartbeat.now("checkpoint", state.step))
+    session = Session(
+        job, plan, run, mesh, state, stepper, dataset, _open_checkpoints(job, run, mesh, heartbeat, journal, log),
+        journal, log, snapshots, heartbeat, guards, observers, open_energy(job, plan, run, mesh, log),
+        phase_reporter(heartbeat, observers, state),
+    )  # fmt: skip
+    for compressor in state.model.compressors:
+        compressor.report = session.compression
+    write_slices(run, plan, mesh, state.model)
+    _resume(session)
+    session.first_step = state.step
+    log.info("%s", f"{plan.layout()} on {plan.device}, ready after {time.perf_counter() - began:.1f} s")
+    _, scaling = peak_lr(job)
+    rates = rates_of(job)
+    for text in (
+        scaling, getattr(dataset, "summary", ""), describe_rates(rates, job.optim.layer_decay) if rates else "",
+    ):  # fmt: skip
+        if text:
+            log.info("%s", text)
+    if hook is not None:
+        hook(session)
+    return session
+
+
+def _checked_data(job: Job, plan: Plan, mesh: Mesh, log: logging.Logger, dataset: Dataset | None) -> Dataset:
+    """The job's dataset, the same on all ranks. Warns of settings that it makes pointless."""
+    dataset = dataset or open_dataset(job)
+    check_same_data(job, plan, dataset, mesh)
+    if mesh.rank:
+        return dataset
+    for source in own_sources(dataset).values():
+        if source.varies:
+            log.warning("%s", f"data.source {source.name}: train(0), read twice, gave two different samples, so this "
+                              f"run cannot be repeated or resumed exactly; {DRAW_FROM}")  # fmt: skip
+    for text in data_warnings(job, dataset):
+        log.warning("%s", text)
+    return dataset
+
+
+def _snapshots_in_memory(mesh: Mesh) -> Snapshots:
+    """Snapshots in the folder that the launcher made, which outlives this process; none without a launcher."""
+    memory = os.environ.get("WEFT_MEMORY")
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
+    return Snapshots(Path(memory) if memory else None, mesh.rank, local_ranks, device=mesh.device, world=mesh.world)
+
+
+def _open_checkpoints(
+    job: Job, run: RunDir, mesh: Mesh, heartbeat: Heartbeat, journal: Journal | None, log: logging.Logger
+) -> Checkpointer:
+    """The checkpoints of the run, whose events go to the log and the journal of rank 0."""
+    c = job.checkpoint
+    shared = run.shared(c.to)
 
     def on_event(kind: str, **fields: Any) -> None:
         if kind in ("damaged", "checkpoint_failed"):
@@ -264,17 +309,20 @@ def open_session(
         if journal is not None:
             journal.event("checkpoint" if kind == "checkpoint_saved" else kind, **fields)
 
-    checkpoints = Checkpointer(
-        run.checkpoints_in(c.to), group=mesh.disk_group, keep=c.keep, keep_every=c.keep_every, background=c.background,
-        on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None,
-        any_rank=lambda mine: any(mesh.all_gather_json(mine)), meta_problem=meta_problem, fence=heartbeat.fence,
-        after_save=lambda: upload_history(run, run.shared(c.to)),
-    )  # fmt: skip
-    if reason := state.no_snapshots:
-        snapshots.refused = reason
-        log.info("%s", f"no snapshots in memory: {snapshots.refused}")
-    stepper = Stepper(job, plan, mesh, state, meanwhile=snapshots.settle)
+    def on_any_rank(flag: bool) -> bool:
+        return flag if mesh.world == 1 else any(mesh.all_gather_json(flag))
 
+    return Checkpointer(
+        run.checkpoints_in(c.to), group=mesh.disk_group, keep=c.keep, keep_every=c.keep_every, background=c.background,
+        on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None, any_rank=on_any_rank,
+        meta_problem=meta_problem, fence=heartbeat.fence,
+        after_save=lambda: upload_history(run, shared) if shared != run.path else None,
+    )  # fmt: skip
+
+
+def _open_guards(
+    job: Job, plan: Plan, mesh: Mesh, state: State, heartbeat: Heartbeat, journal: Journal | None, log: logging.Logger
+) -> Guards:
     def warn(text: str) -> None:
         if mesh.rank == 0:
             log.warning("%s", text)
@@ -284,37 +332,18 @@ def open_session(
             heartbeat.fence()
             journal.event(kind, attempt=heartbeat.attempt, **fields)
 
-    guards = Guards(job, plan, mesh, state, event, warn)
-    guards.weights.spacing = snapshots.every
+    return Guards(job, plan, mesh, state, event, warn)
 
-    # after the snapshot is copied, so that a flipped bit in it is detected
-    stepper.before_update = guards.weights.before_update
-    observers = StepObservers.of(job, run, mesh, lambda: heartbeat.now("checkpoint", state.step))
-    session = Session(
-        job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, heartbeat, guards,
-        observers, open_energy(job, plan, run, mesh, log),
-    )  # fmt: skip
-    for compressor in state.model.compressors:
-        compressor.report = session.compression
-    write_slices(run, plan, mesh, state.model)
+
+def _resume(session: Session) -> None:
+    """Continue from the newest step in memory, else from that on disk, else from step 0; with the same data on all
+    ranks."""
+    state, dataset = session.state, session.dataset
     if not resume_from_memory(session):
         merge_old_snapshots(session)
         resume_from_disk(session)
-        guards.agreed = state.step
+        session.guards.agreed = state.step
     if isinstance(dataset, FollowsRounds):
-        known = cast(list[Rounds], mesh.all_gather_json(state.data_rounds or dataset.rounds))[0]
-        dataset.follow(known)
-        state.data_rounds = known
-    guards.recall(recorded_losses(session))
-    session.first_step = state.step
-    log.info("%s", f"{plan.layout()} on {plan.device}, ready after {time.perf_counter() - began:.1f} s")
-    _, scaling = peak_lr(job)
-    if scaling:
-        log.info("%s", scaling)
-    if mixed := getattr(dataset, "summary", ""):
-        log.info("%s", mixed)
-    if rates := rates_of(job):
-        log.info("%s", describe_rates(rates, job.optim.layer_decay))
-    if hook is not None:
-        hook(session)
-    return session
+        state.data_rounds = cast(list[Rounds], session.mesh.all_gather_json(state.data_rounds or dataset.rounds))[0]
+        dataset.follow(state.data_rounds)
+    session.guards.recall(recorded_losses(session))
