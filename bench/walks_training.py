@@ -108,7 +108,7 @@ def walk(layout: tuple[str, ...], folder: Path) -> dict[str, list[str]]:
     from weft.job.files.run_folder import RunDir
     from weft.planner import make_plan
     from weft.training.loop import fit
-    from weft.training.session import open_session
+    from weft.training.open_session import open_session
     from weft.training.step import Stepper
     from weft.training.stop_requests import Signals
 
