@@ -22,7 +22,7 @@ from weft.job.shapes import resolve
 from weft.models.lora import add_adapters
 
 peft: Any = LazyModule("peft")
-STORIES = Path(__file__).parents[2] / "recipes" / "stories260K"
+STORIES = Path(__file__).parents[3] / "recipes" / "stories260K"
 TOKENS = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))
 
 

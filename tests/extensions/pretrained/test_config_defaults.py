@@ -18,7 +18,7 @@ from weft.extensions.pretrained.config import read_fields
 from weft.extensions.pretrained.config_defaults import MODULES, TABLE, defaults_of, installed_defaults, table_text
 from weft.job.errors import JobError
 
-KINDS = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "make_config_defaults.py"))["KINDS"]
+KINDS = runpy.run_path(str(Path(__file__).parents[3] / "docs" / "make_config_defaults.py"))["KINDS"]
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 53}
 
 

@@ -24,7 +24,7 @@ from weft.extensions.pretrained.checkpoint_folder import find_folder
 from weft.extensions.pretrained.config import read_fields
 from weft.job.errors import JobError
 
-STORIES = Path(__file__).parents[2] / "recipes" / "stories260K"
+STORIES = Path(__file__).parents[3] / "recipes" / "stories260K"
 CONFIG = json.loads((STORIES / "config.json").read_text())
 TOKENS = torch.arange(1, 13).unsqueeze(0)
 
@@ -219,7 +219,7 @@ def test_hostile_and_damaged_files(
 def test_a_shard_is_read_within_its_memory() -> None:
     """Reading one of eight shards of sparse files takes the memory of that shard and a constant."""
     shape = {"family": "llama", "dim": 512, "layers": 8, "heads": 8, "ffn": 2048, "vocab": 32000}
-    command = [sys.executable, str(Path(__file__).parents[2] / "bench" / "import_70b.py"), "--json", "--shape",
+    command = [sys.executable, str(Path(__file__).parents[3] / "bench" / "import_70b.py"), "--json", "--shape",
                json.dumps(shape), "--dp-shard", "4", "--tp", "2", "--rank", "5", "--file-bytes", "5e7"]  # fmt: skip
     process = Popen(command, env=TEMPLATE_ENV, stdout=subprocess.PIPE, text=True)
     found = json.loads(process.communicate()[0].splitlines()[-1])

@@ -19,7 +19,7 @@ from weft.job.errors import JobError
 from weft.job.files.checked_files import checked_file
 from weft.training.export import ExportOptions, export_run, newest
 
-STORIES = Path(__file__).parents[2] / "recipes" / "stories260K"
+STORIES = Path(__file__).parents[3] / "recipes" / "stories260K"
 HASH = "0123456789abcdef" * 4
 
 

@@ -24,7 +24,7 @@ from weft.job.load import load_job
 from weft.launch.rank_pool import RankPool
 from weft.training.generate import Sampling, continue_texts, pick_token
 
-STORIES = Path(__file__).parents[2] / "recipes" / "stories260K"
+STORIES = Path(__file__).parents[3] / "recipes" / "stories260K"
 KNOWN = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
 GREEDY = ("--prompt", "", "--temperature", "0", "--tokens", "36")
 
