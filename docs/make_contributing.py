@@ -12,7 +12,7 @@ FLOW = (
     ("Model", "the maths", ("models", "precision.py")),
     ("apply", "spread it", ("parallel", "comm", "memory")),
     ("train", "the loop", ("training", "data", "optim")),
-    ("run folder", "the results", ("checkpoint", "pretrained", "watch")),
+    ("run folder", "the results", ("checkpoint", "watch")),
 )
 """Each step of the flow, what it is, and the parts of weft/ that implement it."""
 AROUND = (

@@ -441,7 +441,7 @@ def tables(rng: random.Random, folder: Path) -> None:
 
 def pretrained(rng: random.Random, folder: Path) -> None:
     """A config.json of a published checkpoint with random damage."""
-    from weft.pretrained.config import read_fields
+    from weft.extensions.pretrained.config import read_fields
 
     raw = rng.choice(_configs())
     for _ in range(rng.randint(1, 3)):
@@ -453,8 +453,8 @@ def pretrained(rng: random.Random, folder: Path) -> None:
 @cache
 def _configs() -> list[dict[str, Any]]:
     """Configs of some families."""
+    from weft.extensions.pretrained.config import write_config
     from weft.job.shapes import resolve
-    from weft.pretrained.config import write_config
 
     sizes = {"dim": 16, "layers": 2, "heads": 2, "ffn": 32, "vocab": 64, "max_len": 128}
     scaling = {"rope_scaling": {"kind": "linear", "factor": 2.0}}

@@ -10,7 +10,7 @@ from helpers import parity
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.data.sample_order.batch_shares import BatchShares, divide_samples
+from weft.data.sample_order import BatchShares, divide_samples
 from weft.guards.fault_log import FaultLog
 from weft.guards.step_report import RankFigures
 from weft.guards.straggler_detection import RankTimes

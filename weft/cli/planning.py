@@ -53,7 +53,7 @@ def plan(
     offers = [text for text in given if "=" not in text] if compare else []
     described = load_job(job, [text for text in given if text not in offers])
     if described.train.epochs is not None:
-        from weft.data.sample_order.epochs import with_known_steps
+        from weft.data.open_dataset import with_known_steps
 
         described = with_known_steps(described)
     named = [name for text in [*(compare or ()), *offers] for name in text.split(",")]

@@ -1,4 +1,4 @@
-"""`weft generate`, `import`, `export` and `report`: the results of a run."""
+"""`weft generate`, `export` and `report`: the results of a run."""
 
 from __future__ import annotations
 
@@ -149,38 +149,6 @@ def _print_texts(prompts: list[str], pieces: Iterator[tuple[int, str]]) -> None:
         print(f"\n{text}")
 
 
-def import_(
-    path: Annotated[
-        str,
-        typer.Argument(
-            metavar="PATH",
-            help="A Hugging Face checkpoint (a folder, or a name in the hub cache), or a folder of torch DCP, "
-            "torchtitan, DeepSpeed (universal) or Megatron.",
-        ),
-    ],
-    name: Annotated[str | None, typer.Option(help="Name of the run. Default: the folder's.")] = None,
-    runs_dir: Annotated[str, typer.Option(help="Folder of all runs.")] = "runs",
-    job: Annotated[
-        str | None, typer.Option(help="Job with the model of a folder that has neither config.json nor weft.json.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Import a published checkpoint as a run, which `weft train`, `generate` and `export` take.
-
-    Weights are read from safetensors or .bin files; code in them is never run. What the config asks for and Weft does
-    not support is refused. docs/pretrained.md lists the families.
-    """
-    clean_up_on_interrupt()
-    from weft.job.load import load_job
-    from weft.launch.import_run import import_run
-
-    run, made, size = import_run(path, name, runs_dir, load_job(job) if job else None)
-    if as_json:
-        print_json({"run": str(run.path), "family": made.model.family, "bytes": size})
-    else:
-        print(f"{run.path}: {size / 2**20:.1f} MiB; weft generate {run.path}, or weft train {run.job}")
-
-
 def export(
     run: RunArg,
     to: Annotated[
@@ -211,6 +179,7 @@ def export(
 ) -> None:
     """Export the weights of a run, for other tools, or its metrics, for a tracker."""
     from weft.job.errors import JobError
+    from weft.job.export_formats import EXPORT_FORMATS
     from weft.job.files.run_folder import find_run
     from weft.job.load import load_job
     from weft.job.watch import TRACKERS
@@ -219,11 +188,12 @@ def export(
         _export_metrics(run, to, out, as_json)
         return
     from weft.precision import EXPORT_DTYPES
-    from weft.pretrained.writer import parse_size
-    from weft.training.export import FILES, ExportOptions, export_run, newest
+    from weft.training.export import ExportOptions, export_run, newest
+    from weft.training.weight_shards import parse_size
 
-    if to not in FILES:
-        raise JobError(f"--to {to!r} is not a known format; use {', '.join([*FILES, *TRACKERS.names()])}")
+    if to not in EXPORT_FORMATS:
+        names = ", ".join([*EXPORT_FORMATS.names(), *TRACKERS.names()])
+        raise JobError(f"--to {to!r} is not a known format; use {names}")
     if dtype is not None and dtype not in EXPORT_DTYPES:
         raise JobError(f"--dtype {dtype!r} is not supported; use {', '.join(EXPORT_DTYPES)}")
     options = ExportOptions(
@@ -232,7 +202,7 @@ def export(
     folder = find_run(run)
     clean_up_on_interrupt()
     own = load_job(str(folder.job))
-    found, path = newest(folder), out or folder.path / FILES[to]
+    found, path = newest(folder), out or folder.path / EXPORT_FORMATS[to].output
     size = export_run(folder, found, to, path, options, own, trust_module)
     if as_json:
         print_json({"path": str(path), "step": found.step, "bytes": size})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.data.sample_order.batch_shares import BatchShares, divide_samples, split_evenly
+from weft.data.sample_order import BatchShares, divide_samples, split_evenly
 from weft.planner.plan import Plan
 
 MIN_SAVING = 0.1

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from weft.job.errors import JobError
+from weft.job.import_by_name import find_object
 from weft.job.model_parts.attention_settings import Latent, RopeScaling
 from weft.job.model_parts.expert_settings import Experts
 from weft.job.model_parts.lora_settings import Lora
@@ -76,6 +78,37 @@ class Family:
 
 
 FAMILIES: Registry[Family] = Registry("model.family", "weft.models.families")
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """What reads the published checkpoint that model.pretrained names. Functions are named as `module:function`, and
+    take the name of the checkpoint."""
+
+    name: str
+    help: str
+    fields: str
+    """To the fields of `model`."""
+    tokenizer: str
+    """To the path of its tokenizer.json, or None."""
+    weights: str
+    """`module:class` of its weights, made from the name and the Model section. Its method `fill` reads this rank's
+    shards of named tensors in place."""
+    end_tokens: str
+    """To the tokens that end a text; none where the checkpoint is gone."""
+    positions: str
+    """To the positions that its model was trained with; None where the checkpoint does not say."""
+
+
+IMPLEMENTATIONS: Registry[Implementation] = Registry("model.implementation", __name__)
+
+
+def read_published(name: str, what: str, *args: Any) -> Any:
+    """A fact of a published checkpoint: the value of a function or class of its Implementation."""
+    entry = next(iter(IMPLEMENTATIONS), None)
+    if entry is None:
+        raise JobError(f"model.pretrained={name}: no extension reads published checkpoints")
+    return find_object(getattr(entry, what), "model.pretrained")(name, *args)
 
 
 def expand_model(text: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from weft.job.data_files.token_files import META, TOKENIZER, mask_token, read_me
 from weft.job.errors import JobError
 from weft.job.field_uses import check_field_uses, check_own_module
 from weft.job.import_by_name import find_object
-from weft.job.model import FAMILIES, Family
+from weft.job.model import FAMILIES, Family, read_published
 from weft.job.schema import Data, Experts, Job, Model
 
 # dim, layers, heads, kv_heads, ffn, vocab; as published with each model
@@ -140,7 +140,7 @@ def _with_pretrained(job: Job, name: str) -> Job:
     for field in given.keys() - {"pretrained", "experts", "lora", "classes"}:
         if field in Model.model_fields:
             raise JobError(f"model.{field} is set by the config of model.pretrained={name}; leave it out")
-    fields = find_object("weft.pretrained.config:model_fields", "model.pretrained")(name)
+    fields = read_published(name, "fields")
     if "experts" in given and "experts" in fields:  # such as experts.balance, which only training uses
         fields["experts"] = {**fields["experts"], **given["experts"]}
     kept = {"pretrained": name, "dropout": job.model.dropout or 0.0, "lora": given.get("lora")}
@@ -151,7 +151,7 @@ def _with_pretrained(job: Job, name: str) -> Job:
     model = Model.model_validate(fields | kept)
     data = job.data
     if "tokenizer" not in data.model_fields_set:
-        tokenizer = find_object("weft.pretrained.config:tokenizer_path", "model.pretrained")(name)
+        tokenizer = read_published(name, "tokenizer")
         data = data.model_copy(update={"tokenizer": tokenizer or data.tokenizer})
     if model.takes_patches and "seq_len" not in data.model_fields_set:
         data = data.model_copy(update={"seq_len": model.max_len})

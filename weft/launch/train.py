@@ -10,8 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from weft.checkpoint.format import entries
-from weft.data.open_dataset import check_dataset
-from weft.data.sample_order.epochs import with_steps
+from weft.data.open_dataset import check_dataset, with_steps
 from weft.hardware.can_train import check_can_train
 from weft.hardware.probe import probe
 from weft.hardware.rank_environment import export_torchrun_variables

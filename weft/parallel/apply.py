@@ -87,7 +87,7 @@ def parallelize(
         else:
             spread_model = spread_stage(model, mesh, plan, seed, recomputed, summed, worker, weights)
         load.watch(spread_model.module)
-        return replace(spread_model, load=load, tables=tables)
+        return replace(spread_model, load=load if load.blocks else None, tables=tables)
     schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)
     stages = {}
     for index in schedule.stages_of(pp.rank):
@@ -188,7 +188,8 @@ def spread_stage(
     aliases = {n: of for n, of in aliases_of(model).items() if of not in names}
     aliases |= {n: n for n in getattr(model, "borrowed", ())}
     frozen: dict[str, Tensor] = {aliases.get(n, n): p for n, p in names.items() if not p.requires_grad}
-    made = SpreadModel(model, data, tp, partial, replicated, frozen, aliases, DelayedScales(model, mesh))
+    scales = DelayedScales(model, mesh)
+    made = SpreadModel(model, data, tp, partial, replicated, frozen, aliases, scales if scales.maxima else None)
     return replace(made, weights=weights, away=tuple(away))
 
 

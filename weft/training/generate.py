@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +13,8 @@ from weft.data.sources import open_tokenizer
 from weft.data.tokenizer import Tokenizer
 from weft.job.errors import JobError
 from weft.job.import_by_name import find_object
+from weft.job.model import read_published
 from weft.job.schema import Job
-from weft.pretrained.checkpoint_folder import CONFIG, GENERATION_CONFIG, existing_folder, read_json
 from weft.training.export import load_model
 from weft.training.generation.next_logits import NextLogits
 from weft.training.generation.shown_text import ShownText
@@ -67,16 +66,8 @@ def continue_prompts(
 
 
 def end_tokens(pretrained: str | None) -> frozenset[int]:
-    """The end tokens of a published model, from its configs."""
-    folder = existing_folder(pretrained)
-    for name in (GENERATION_CONFIG, CONFIG) if folder else ():
-        path = (folder or Path()) / name
-        if path.is_file():
-            ids = read_json(path).get("eos_token_id")
-            known = [i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int]
-            if known:
-                return frozenset(known)
-    return frozenset()
+    """The tokens that end a text of a published model."""
+    return read_published(pretrained, "end_tokens") if pretrained else frozenset()
 
 
 def continue_texts(

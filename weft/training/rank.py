@@ -30,7 +30,8 @@ from weft.training.stop_requests import Signals
 
 if TYPE_CHECKING:
     from weft.checkpoint.memory_snapshots import Snapshots
-    from weft.training.session import Hook, Session
+    from weft.training.open_session import Hook
+    from weft.training.session import Session
 
 PROCESS_LIMIT = (
     "the limit of processes and threads is reached; raise it with `ulimit -u`, in pids.max of the control group or, "
@@ -46,7 +47,7 @@ def run_rank(
     signals.exit_until_begun()
     set_up_process(run, plan)
     from weft.training.loop import fit_or_explain
-    from weft.training.session import open_session
+    from weft.training.open_session import open_session
 
     rank, position = int(os.environ.get("RANK", 0)), ""
     set_process_name(f"weft-rank-{rank}")
@@ -112,7 +113,9 @@ def train_with_rollback(session: Session, signals: Signals, work: Work) -> Exit:
         except RollBack as request:
             began, reached = time.perf_counter(), session.state.step
             skipped = session.state.skipped_steps | set(request.skip)
-            session.roll_back(request.to_step)
+            from weft.training.resume import roll_back
+
+            roll_back(session, request.to_step)
             session.state.skipped_steps |= skipped  # the older state does not contain all of them
             step = session.state.step
             session.event("recovered", fault=request.fault, how="rollback", step=step + 1, steps_lost=reached - step,

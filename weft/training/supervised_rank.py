@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from weft.data.dataset import Dataset
-    from weft.training.session import Hook, Session
+    from weft.training.open_session import Hook
+    from weft.training.session import Session
     from weft.wire.tunnel import Tunnel
 
 POLL_S = 0.01
@@ -119,7 +120,7 @@ class SupervisedRank:
         from weft.supervisor.mesh_sockets import MeshSockets
         from weft.supervisor.process_group_internals import NCCL_ENVIRONMENT
         from weft.training.loop import fit_or_explain
-        from weft.training.session import open_session
+        from weft.training.open_session import open_session
         from weft.wire.tunnel import open_tunnel
 
         rank, position, sockets = attempt.rank_of(self.slot) or 0, "", MeshSockets()
@@ -200,7 +201,9 @@ class SupervisedRank:
         session.first_step = self.board["first_step"] - 1
         session.began = attempt.began
         if attempt.number > 1:
-            session.save_if_due()
+            from weft.training.resume import save_if_due
+
+            save_if_due(session)
 
     def _is_attempt_over(self, error: BaseException) -> bool:
         """Whether an error only means that another rank is lost, so that this rank joins the next attempt."""

@@ -12,7 +12,7 @@ from weft.hardware.catalog import find_device
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
-from weft.parallel.data.bucket_queue import PROFILED_STEP, send_order
+from weft.parallel.data.buckets import PROFILED_STEP, send_order
 from weft.parallel.data.data_parallel import Replicas
 from weft.planner import make_plan
 from weft.planner.plan import Plan
