@@ -62,6 +62,14 @@ class Family:
     """Of a module: `module:function` that takes the sections model and data and returns the constructor's arguments."""
     fields: tuple[str, ...] | None = None
     """Fields of `model` that it uses, besides those of all modules; None where FIELD_USES tells (job/field_uses.py)."""
+    config: str = ""
+    """`module:function` from model.args to fields of `model`, for a family that model.args describe."""
+    rule: str = ""
+    """`module:function` from (job, plan) to why it cannot be trained so, in one sentence, or None."""
+    published: str = "weft.pretrained.reader:PretrainedWeights"
+    """`module:class` of the weights of a checkpoint, made of its name and the Model section."""
+    export: str = ""
+    """`module:function` that writes a folder of a trained one, where it is not of the families of weft/pretrained."""
     has_tables: bool = False
     """Whether it has embedding tables (model.tables)."""
     has_towers: bool = False
@@ -76,6 +84,21 @@ class Family:
 
 
 FAMILIES: Registry[Family] = Registry("model.family", "weft.models.families")
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """What builds the model of a published checkpoint. Functions are named as `module:function`."""
+
+    name: str
+    help: str
+    reads: str
+    """From the name of a checkpoint to whether its model_type is known."""
+    fields: str
+    """From the name of a checkpoint to the fields of `model`."""
+
+
+IMPLEMENTATIONS: Registry[Implementation] = Registry("model.implementation", "weft.pretrained.implementations")
 
 
 def expand_model(text: str) -> dict[str, Any]:
@@ -93,6 +116,9 @@ class Model(Section):
     pretrained: str | None = None
     """A Hugging Face checkpoint: a folder, or a name in the local hub cache; `model: hf:PATH` is short for it. Its
     config sets the fields of the model, and training starts from its weights."""
+    implementation: str = "auto"
+    """What computes the model of a checkpoint: weft (a family of Weft's own), transformers (the class of the installed
+    transformers), or auto: Weft's where it has one."""
     module: str | None = None
     """Your own nn.Module, as package.module:Class; `model: package.module:Class` is short for it."""
     args: dict[str, Any] = Field(default_factory=dict)
@@ -234,6 +260,11 @@ class Model(Section):
     @classmethod
     def _short_form(cls, value: Any) -> Any:
         return expand_model(value) if isinstance(value, str) else value
+
+    @field_validator("implementation")
+    @classmethod
+    def _known_implementation(cls, value: str) -> str:
+        return value if value == "auto" else IMPLEMENTATIONS.check(value)
 
     @field_validator("loss")
     @classmethod

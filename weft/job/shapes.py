@@ -12,7 +12,7 @@ from weft.job.data_files.token_files import META, TOKENIZER, mask_token, read_me
 from weft.job.errors import JobError
 from weft.job.field_uses import check_field_uses, check_own_module
 from weft.job.import_by_name import find_object
-from weft.job.model import FAMILIES, Family
+from weft.job.model import FAMILIES, IMPLEMENTATIONS, Family, Implementation
 from weft.job.schema import Data, Experts, Job, Model
 
 # dim, layers, heads, kv_heads, ffn, vocab; as published with each model
@@ -137,13 +137,13 @@ def _with_class_loss(job: Job) -> Job:
 def _with_pretrained(job: Job, name: str) -> Job:
     """The job with the fields and, where it names no other, the tokenizer of a published checkpoint."""
     given = {n: v for n, v in job.model.model_dump(exclude_unset=True, exclude_none=True).items() if n != "dropout"}
-    for field in given.keys() - {"pretrained", "experts", "lora", "classes"}:
+    for field in given.keys() - {"pretrained", "implementation", "experts", "lora", "classes"}:
         if field in Model.model_fields:
             raise JobError(f"model.{field} is set by the config of model.pretrained={name}; leave it out")
-    fields = find_object("weft.pretrained.config:model_fields", "model.pretrained")(name)
+    fields = find_object(_implementation(job.model.implementation, name).fields, "model.pretrained")(name)
     if "experts" in given and "experts" in fields:  # such as experts.balance, which only training uses
         fields["experts"] = {**fields["experts"], **given["experts"]}
-    kept = {"pretrained": name, "dropout": job.model.dropout or 0.0, "lora": given.get("lora")}
+    kept = {"pretrained": name, "implementation": job.model.implementation, "dropout": job.model.dropout or 0.0, "lora": given.get("lora")}
     if "classes" in given and fields["family"] == "vit":
         kept["vocab"] = given["classes"]
     elif "classes" in given:
@@ -156,6 +156,18 @@ def _with_pretrained(job: Job, name: str) -> Job:
     if model.takes_patches and "seq_len" not in data.model_fields_set:
         data = data.model_copy(update={"seq_len": model.max_len})
     return job.model_copy(update={"model": model, "data": data})
+
+
+def _implementation(wanted: str, name: str) -> Implementation:
+    """The implementation of a checkpoint: the wanted one or, if that is auto, the first that knows its model_type."""
+    if wanted != "auto":
+        return IMPLEMENTATIONS[wanted]
+    core = list(IMPLEMENTATIONS.core())
+    for entry in core:
+        if find_object(entry.reads, "model.implementation")(name):
+            return entry
+    others = (entry for entry in IMPLEMENTATIONS if entry not in core)
+    return next((e for e in others if find_object(e.reads, "model.implementation")(name)), core[0])
 
 
 MISSING = {
@@ -181,6 +193,8 @@ def _resolve_model(model: Model, data: Data) -> Model:
         }
     fields: dict[str, Any] = {"family": "llama", **shape, **given}
     family = FAMILIES[fields["family"]]
+    if family.config and "dim" not in fields:
+        fields = {**find_object(family.config, "model.family")(model.args), **fields}
     fields = {**family.defaults, **fields}
     if model.pretrained is None:  # configs name what their other models use
         check_field_uses(model, fields, family)

@@ -1,0 +1,27 @@
+"""Models of transformers that Weft has no family for, trained as the installed transformers computes them.
+
+Registers the family `transformers` and the implementation of that name, which reads checkpoints of any model_type that
+the installed transformers knows. Attention and layouts are Weft's: the tables of the configs say how a model is split.
+"""
+
+from weft.extensions.hub.weight_table import table_weights
+from weft.job.model import FAMILIES, IMPLEMENTATIONS, Family, Implementation
+
+PACKAGE = __name__
+
+FAMILIES.register(
+    Family(
+        "transformers", "A class of the installed transformers; model.args are the fields of its config.",
+        f"{PACKAGE}.model:build_hub_model", "decoder",
+        dict(causal=True, positions=None, activation="swiglu", norm="rmsnorm", bias=False, tied=False, dropout=0.0),
+        weights=table_weights, fields=("args", "dim", "layers", "tied"), config=f"{PACKAGE}.config:fields_of_args",
+        rule=f"{PACKAGE}.rules:hub_rule", published=f"{PACKAGE}.reader:HubWeights",
+        export=f"{PACKAGE}.export:write_hub_folder",
+    )
+)  # fmt: skip
+IMPLEMENTATIONS.register(
+    Implementation(
+        "transformers", "The class of the installed transformers.", f"{PACKAGE}.config:reads",
+        f"{PACKAGE}.config:checkpoint_fields",
+    )
+)
