@@ -25,6 +25,7 @@ from weft.job.errors import JobError, MachineError, check_output_file
 from weft.job.files.run_folder import RunDir
 from weft.job.files.store_path import explain
 from weft.job.load import parse_job, read_fields
+from weft.job.import_by_name import find_object
 from weft.job.model import FAMILIES
 from weft.job.schema import Job
 from weft.job.shapes import first_source
@@ -250,13 +251,19 @@ def _export_hf(run: RunDir, job: Job, found: SavedCheckpoint, out: Path, options
     if model.towers:
         model = with_sizes(model, open_tokenizer(job.data).eos)
 
-    dtypes = read_dtypes(source or run.path / SIDE_FOLDER, model)
-    if not dtypes and found.meta.get(WEIGHTS_ONLY):  # imported by a version that kept them in the checkpoint alone
-        dtypes = tensors.dtypes()
-
     def load(names: list[str]) -> dict[str, Tensor]:
         return {n: tensors.load(n) if lora is None else merged(n, lora, tensors.load, held) for n in names}
 
+    if model.family and (export := FAMILIES[model.family].export):
+        size: int = find_object(export, "model.family")(
+            out, model, load, load_buffers(found), dtype=options.dtype, shard_bytes=options.shard_bytes or SHARD_BYTES,
+            folder=source, tokenizer=tokenizer, card=model_card(run, job, found.step),
+        )  # fmt: skip
+        return size
+
+    dtypes = read_dtypes(source or run.path / SIDE_FOLDER, model)
+    if not dtypes and found.meta.get(WEIGHTS_ONLY):  # imported by a version that kept them in the checkpoint alone
+        dtypes = tensors.dtypes()
     return write_checkpoint_folder(
         out, model, meta_model(model), load, dtype=options.dtype,
         came_in=lambda tensor: dtype_of(tensor, dtypes),

@@ -79,12 +79,19 @@ def make_config(args: Mapping[str, Any], where: str = "model.args") -> Config:
             f"{where} has model_type={kind!r:.80}, which transformers {transformers.__version__} does not know"
             f"{did_you_mean(kind, list(known.keys()))}; a newer transformers may (pip install -U transformers)"
         )
-    values = {k: v for k, v in args.items() if k not in ("auto_map", "model_type", "transformers_version")}
+    values = {k: _numbers(v) for k, v in args.items() if k not in ("auto_map", "model_type", "transformers_version")}
     try:
         return known[kind].from_dict({**values, "model_type": kind})
     except Exception as error:  # configs check their fields with errors of several kinds
         text = str(error).strip().replace("\n", " ")
         raise JobError(f"{where} is not a config of model_type={kind}: {text}") from None
+
+
+def _numbers(value: Any) -> Any:
+    """Values with the numbers that JSON does not have, as transformers writes them."""
+    if isinstance(value, Mapping):
+        return float(value["__float__"]) if value.keys() == {"__float__"} else {k: _numbers(v) for k, v in value.items()}
+    return [_numbers(v) for v in value] if isinstance(value, list) else value
 
 
 def import_transformers() -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from typing import Any
@@ -13,20 +12,19 @@ from weft.extensions.hub.model import build_hub_model, uses_interface
 from weft.extensions.hub.rules import TypeFacts
 from weft.job.schema import Model
 
-STATES = re.compile("mamba|recurrent|rwkv|xlstm|gatednet|deltanet|linearattention|lightning|shortconv|rglru|ssm|kda|gdn|conv")
-"""Names of modules that carry a state along the sequence, in lower case."""
+STATES = re.compile("Mamba|Recurrent|Rwkv|xLSTM|DeltaNet|LinearAttention|LightningAttention|ShortConv|KDA|RgLru")
+"""What the names of modules with a state along the sequence contain."""
 
 
 def find_facts(args: str) -> TypeFacts:
     """The facts of a config, given as JSON."""
     module: Any = build_hub_model(Model.model_validate({"family": "transformers", "args": json.loads(args)}))
     kind, base = module.config.model_type, type(module).__mro__[2]
-    own = " of its own, without transformers' attention interface"
-    no_interface = None if uses_interface(base) else f"{kind} computes attention{own}"
-    no_positions = None if module.takes_positions else f"{kind} takes no position_ids"
+    no_interface = None if uses_interface(base) else f"{kind} computes attention or its masks with code of its own"
+    no_positions = None if module.takes_positions else f"{kind} numbers positions itself"
     states = sorted({type(m).__name__ for m in module.modules() if _has_state(m)})
     no_state = f"{kind} has layers that carry a state along the sequence ({', '.join(states)})" if states else None
-    plan = getattr(module.base_model.config, "base_model_pp_plan", None)
+    plan = getattr(module.text_model.config, "base_model_pp_plan", None)
     no_pp = None if plan else f"the config of {kind} has no pp plan"
     if plan and "layers" not in plan:
         no_pp = f"the pp plan of {kind} names no layers"
@@ -39,8 +37,4 @@ def find_facts(args: str) -> TypeFacts:
 
 
 def _has_state(module: nn.Module) -> bool:
-    if isinstance(module, nn.Conv1d) and "audio" not in type(module).__name__.lower():
-        return True
-    return bool(STATES.search(type(module).__name__.lower())) and "layer" not in type(module).__name__.lower() and bool(
-        inspect.getmodule(type(module)) and any(True for _ in module.parameters())
-    )
+    return isinstance(module, nn.Conv1d) or bool(STATES.search(type(module).__name__) and any(True for _ in module.parameters(False)))

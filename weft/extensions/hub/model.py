@@ -68,8 +68,20 @@ def quiet() -> Iterator[None]:
 
 
 def uses_interface(base: type[nn.Module]) -> bool:
-    """Whether the attention of a class goes through transformers' attention interface."""
-    return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(inspect.getmodule(base))  # type: ignore[arg-type]
+    """Whether the attention of a class goes through transformers' attention interface, with masks that nothing else
+    reads."""
+    source = inspect.getsource(inspect.getmodule(base))  # type: ignore[arg-type]
+    source = re.sub(EAGER, "", source, flags=re.DOTALL)
+    return "ALL_ATTENTION_FUNCTIONS" in source and not re.search(READS_MASKS, source)
+
+
+EAGER = r"\n(?:@[^\n]*\n)*def (?:\w*eager_attention\w*|apply_mask_to_padding_states)\(.*?(?=\n(?:def|class|@|\w+ =))"
+"""Functions that read masks and are not called with Weft's attention."""
+READS_MASKS = (
+    r"attention_mask\[:|causal_mask\[:|attention_mask\.(?:dtype|to\()|_attn_implementation (?:in|==|not in) |"
+    r"_attn_implementation != \"flash"
+)
+"""What a class does with masks, or by the name of the attention, that Weft's has not."""
 
 
 def prepare(config: Any, interface: bool) -> None:
@@ -79,6 +91,8 @@ def prepare(config: Any, interface: bool) -> None:
         for key, value in list(vars(part).items()):
             if re.search("drop|jitter", key) and isinstance(value, float | int) and not isinstance(value, bool):
                 setattr(part, key, type(value)(0))
+        if getattr(part, "is_decoder", True) is False and not getattr(part, "is_encoder_decoder", False):
+            part.is_decoder = True  # an encoder's class that continues text
         for key in ("use_cache", "output_attentions", "output_hidden_states", "output_router_logits"):
             if hasattr(part, key):
                 setattr(part, key, False)
@@ -130,6 +144,15 @@ class HubModel(nn.Module):
 
     context_attention = "weft.extensions.hub.attention:HubContext"
 
+    @property
+    def text_model(self) -> Any:
+        """The model of transformers that calls the blocks, whose config has their tables."""
+        from transformers import PreTrainedModel
+
+        path = self.blocks_path or ""
+        above = [m for n, m in self.named_modules() if isinstance(m, PreTrainedModel) and (not n or path.startswith(f"{n}."))]
+        return above[-1]
+
     def setup(self) -> None:
         """Find the blocks, the head and the tables of a module that was just built."""
         from transformers import PreTrainedModel
@@ -151,9 +174,12 @@ class HubModel(nn.Module):
         if type(head) is nn.Linear and self._multiplies_last():
             head.__class__ = LossHead
         accepted = inspect.signature(self._causal_forward).parameters
-        inner = inspect.signature(self.base_model.forward).parameters
+        inner = inspect.signature(self.text_model.forward).parameters
         rest = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-        self.takes_positions = "position_ids" in accepted or (rest and "position_ids" in inner)
+        source = inspect.getsource(inspect.getmodule(type(self.text_model)))  # type: ignore[arg-type]
+        self.takes_positions = "create_position_ids_from" not in source and (
+            "position_ids" in accepted or (rest and "position_ids" in inner)
+        )
         self.__dict__["stage"] = None
         self.depth = len(self.blocks)
 
@@ -217,7 +243,7 @@ class HubModel(nn.Module):
         """Keep only blocks first … last - 1, what is before them if `begins` and what is after them if `ends`."""
         stage = self.__dict__["stage"] = Stage()
         blocks = self.blocks
-        inside = inspect.getsource(inspect.unwrap(type(self.base_model).forward))
+        inside = inspect.getsource(inspect.unwrap(type(self.text_model).forward))
         returns_tuple = bool(re.search(r"=\s*\w*outputs?\w*\[0\]", inside))
         for i in range(self.depth):
             if not first <= i < last:
@@ -237,7 +263,7 @@ class HubModel(nn.Module):
         children = [n for n, m in self.get_submodule(owner).named_children() if any(True for _ in m.parameters())]
         place = children.index(self.blocks_path.rpartition(".")[2])  # type: ignore[union-attr]
         before, after = [prefix + n for n in children[:place]], [prefix + n for n in children[place + 1 :]]
-        plan = list(self.base_model.config.base_model_pp_plan or ())
+        plan = list(self.text_model.config.base_model_pp_plan or ())
         if "layers" in plan:
             early = {prefix + n for n in plan[: plan.index("layers")]}
             before, after = [*before, *(n for n in after if n in early)], [n for n in after if n not in early]

@@ -19,7 +19,7 @@ WHOLE = (
 
 def tensor_parts(model: Any) -> tuple[dict[str, str], str | None]:
     """The role of each module under tensor parallelism by pattern, and why there is none."""
-    base = model.base_model
+    base = model.text_model
     plan = dict(getattr(base.config, "base_model_tp_plan", None) or {})
     if not plan:
         return {}, f"the config of {type(base).__name__} has no tp plan"
