@@ -79,7 +79,7 @@ EAGER = r"\n(?:@[^\n]*\n)*def (?:\w*eager_attention\w*|apply_mask_to_padding_sta
 """Functions that read masks and are not called with Weft's attention."""
 READS_MASKS = (
     r"attention_mask\[:|causal_mask\[:|attention_mask\.(?:dtype|to\()|_attn_implementation (?:in|==|not in) |"
-    r"_attn_implementation != \"flash"
+    r"_attn_implementation != \"flash|CLASSES\[config\._attn_implementation"
 )
 """What a class does with masks, or by the name of the attention, that Weft's has not."""
 
@@ -281,21 +281,23 @@ class HubModel(nn.Module):
         *path, key = name.lstrip(".").split(".")
         if path and path[-1] == "lora":
             return initialise_adapter(key, tensor, generator(seed, name, tensor.device))
-        skeleton: Any = self.__dict__["skeleton"]
-        chain, module = [copy.copy(skeleton)], skeleton
+        module: Any = self.__dict__["skeleton"]
+        chain, fillers = [copy.copy(module)], [module]
         for part in path:
             module = getattr(module, part)
             chain.append(copy.copy(module))
+            fillers.append(module if hasattr(module, "_init_weights") else fillers[-1])
         for owner, child, part in zip(chain, chain[1:], path, strict=False):
             owner.__dict__["_modules"] = {**owner._modules, part: child}
-        filled = nn.Parameter(torch.zeros_like(tensor))
-        chain[-1].__dict__["_parameters"] = {**chain[-1]._parameters, key: filled}
+        own = chain[-1]._parameters.items()  # on the host: the same values for every device
+        own = {k: p if p is None else nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device="cpu")) for k, p in own}
+        chain[-1].__dict__["_parameters"] = own
         start = generator(seed, name, torch.device("cpu")).initial_seed()
-        with torch.no_grad(), torch.random.fork_rng(devices=[tensor.device] if tensor.is_cuda else []):
-            torch.manual_seed(start)
-            for module in reversed(chain):
-                skeleton._init_weights(module)
-            tensor.copy_(filled)
+        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(start)  # transformers draws from it
+            for module, filler in zip(reversed(chain), reversed(fillers), strict=True):
+                filler._init_weights(module)
+            tensor.copy_(own[key])
 
 
 class LossHead(nn.Linear):
@@ -331,11 +333,12 @@ def find_blocks(model: Any) -> str | None:
 
 def fill_buffers(model: Any) -> None:
     """Give the buffers of a model on the meta device their values, as transformers computes them."""
+    fillers = {id(part): m for m in model.modules() if hasattr(m, "_init_weights") for part in m.modules()}
     for module in model.modules():
         empty = {n: b for n, b in module.named_buffers(recurse=False) if b.is_meta}
         for name, buffer in empty.items():
             module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu")
         if empty:
             with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                model._init_weights(module)
+                torch.default_generator.manual_seed(0)
+                fillers[id(module)]._init_weights(module)

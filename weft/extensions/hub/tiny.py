@@ -43,7 +43,7 @@ SIZES: dict[str, Any] = {
     "lru_width": 32, "attention_hidden_size": 32, "index_head_dim": 8, "index_n_heads": 4, "index_topk": 4,
     "image_size": 16, "patch_size": 8, "num_channels": 3, "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 67, "type_vocab_size": 2, "embedding_size": 32, "rotary_dim": 4,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None,
+    "n_shared_experts": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None,
     "sep_token_id": 2, "image_token_id": 60, "audio_token_id": 61, "video_token_id": 62, "boi_token_id": 63,
     "eoi_token_id": 64, "image_token_index": 60, "num_nextn_predict_layers": 0, "o_lora_rank": 8, "o_groups": 2,
     "altup_num_inputs": 2, "laurel_rank": 4, "num_kv_shared_layers": 0, "ngram": 2, "axial_pos_shape": [4, 4],
@@ -52,9 +52,20 @@ SIZES: dict[str, Any] = {
     "mtp_num_hidden_layers": 0, "num_mtp_layers": 0, "position_bias_max_distance": 16, "position_bias_num_buckets": 8,
 }  # fmt: skip
 """Values of the fields of configs, by name."""
-NEEDED = {"num_experts_per_tok", "num_local_experts", "n_routed_experts", "n_group", "topk_group"}
+NEEDED = {"num_experts_per_tok", "num_local_experts", "n_routed_experts", "n_group", "topk_group", "num_key_value_heads", "n_shared_experts"}
 """Fields that get a value where the default is none."""
-OVERRIDES: dict[str, dict[str, Any]] = {}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "dots3_note_text"), {"num_key_value_heads": 4}),
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+    "dbrx": {
+        "attn_config": {"model_type": "", "kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"model_type": "", "ffn_hidden_size": 44, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2}, "mamba2": {"head_dim": 16},
+    "xlnet": {"d_head": 8}, "xmod": {"default_language": "en_XX"}, "zaya": {"num_experts_per_tok": 1},
+    "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16}, "zamba2": {"n_mamba_heads": 4},
+}  # fmt: skip
 """Values of single types."""
 
 
@@ -120,5 +131,5 @@ def tiny_job(args: Mapping[str, Any]) -> Job:
     """A job that trains a tiny model of a few tokens."""
     return parse_job({
         "model": {"family": "transformers", "args": dict(args)}, "data": {"source": "synthetic", "seq_len": 16},
-        "train": {"global_batch": 4, "microbatch": 1, "accumulation": 2, "steps": 4},
+        "train": {"global_batch": 4, "accumulation": 2, "steps": 4},
     })  # fmt: skip
