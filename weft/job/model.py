@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from weft.job.errors import JobError
-from weft.job.import_by_name import find_object
+from weft.job.implementations import IMPLEMENTATIONS
 from weft.job.model_parts.attention_settings import Latent, RopeScaling
 from weft.job.model_parts.expert_settings import Experts
 from weft.job.model_parts.lora_settings import Lora
@@ -64,6 +63,10 @@ class Family:
     """Of a module: `module:function` that takes the sections model and data and returns the constructor's arguments."""
     fields: tuple[str, ...] | None = None
     """Fields of `model` that it uses, besides those of all modules; None where FIELD_USES tells (job/field_uses.py)."""
+    config: str = ""
+    """`module:function` from model.args to fields of `model`, for a family that model.args describe."""
+    rule: str = ""
+    """`module:function` from (job, plan) to why it cannot be trained so, in one sentence, or None."""
     has_tables: bool = False
     """Whether it has embedding tables (model.tables)."""
     has_towers: bool = False
@@ -78,37 +81,6 @@ class Family:
 
 
 FAMILIES: Registry[Family] = Registry("model.family", "weft.models.families")
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """What reads the published checkpoint that model.pretrained names. Functions are named as `module:function`, and
-    take the name of the checkpoint."""
-
-    name: str
-    help: str
-    fields: str
-    """To the fields of `model`."""
-    tokenizer: str
-    """To the path of its tokenizer.json, or None."""
-    weights: str
-    """`module:class` of its weights, made from the name and the Model section. Its method `fill` reads this rank's
-    shards of named tensors in place."""
-    end_tokens: str
-    """To the tokens that end a text; none where the checkpoint is gone."""
-    positions: str
-    """To the positions that its model was trained with; None where the checkpoint does not say."""
-
-
-IMPLEMENTATIONS: Registry[Implementation] = Registry("model.implementation", __name__)
-
-
-def read_published(name: str, what: str, *args: Any) -> Any:
-    """A fact of a published checkpoint: the value of a function or class of its Implementation."""
-    entry = next(iter(IMPLEMENTATIONS), None)
-    if entry is None:
-        raise JobError(f"model.pretrained={name}: no extension reads published checkpoints")
-    return find_object(getattr(entry, what), "model.pretrained")(name, *args)
 
 
 def expand_model(text: str) -> dict[str, Any]:
@@ -126,6 +98,9 @@ class Model(Section):
     pretrained: str | None = None
     """A Hugging Face checkpoint: a folder, or a name in the local hub cache; `model: hf:PATH` is short for it. Its
     config sets the fields of the model, and training starts from its weights."""
+    implementation: str = "auto"
+    """What computes the model of a checkpoint: weft (a family of Weft's own), transformers (the class of the installed
+    transformers), or auto: Weft's where it has one."""
     module: str | None = None
     """Your own nn.Module, as package.module:Class; `model: package.module:Class` is short for it."""
     args: dict[str, Any] = Field(default_factory=dict)
@@ -267,6 +242,11 @@ class Model(Section):
     @classmethod
     def _short_form(cls, value: Any) -> Any:
         return expand_model(value) if isinstance(value, str) else value
+
+    @field_validator("implementation")
+    @classmethod
+    def _known_implementation(cls, value: str) -> str:
+        return value if value == "auto" else IMPLEMENTATIONS.check(value)
 
     @field_validator("loss")
     @classmethod

@@ -6,13 +6,14 @@ torchtitan, deepspeed and megatron of `weft export`.
 
 from weft.cli.commands import COMMANDS, RESULTS, Command
 from weft.job.export_formats import EXPORT_FORMATS, ExportFormat
-from weft.job.model import IMPLEMENTATIONS, Implementation
+from weft.job.implementations import IMPLEMENTATIONS, Implementation
 
 PACKAGE = __name__
 
 IMPLEMENTATIONS.register(
     Implementation(
-        "weft", "A family of Weft's own.", f"{PACKAGE}.config:model_fields", f"{PACKAGE}.config:tokenizer_path",
+        "weft", "A family of Weft's own.", f"{PACKAGE}.config:reads", f"{PACKAGE}.config:model_fields",
+        f"{PACKAGE}.config:tokenizer_path",
         f"{PACKAGE}.reader:PretrainedWeights", f"{PACKAGE}.checkpoint_folder:end_tokens",
         f"{PACKAGE}.checkpoint_folder:trained_positions",
     )

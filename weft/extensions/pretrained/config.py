@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from weft.extensions.pretrained.checkpoint_folder import CONFIG, TOKENIZER, find_folder
+from weft.extensions.pretrained.checkpoint_folder import CONFIG, TOKENIZER, existing_folder, find_folder
 from weft.extensions.pretrained.config_fields import NULL_KEYS, Config, Fields
 from weft.extensions.pretrained.family_entry import PRETRAINED, PretrainedFamily, families_of
 from weft.extensions.pretrained.image_families import image_size
@@ -20,6 +20,12 @@ from weft.job.schema import Model
 
 HEAD_KEYS = ("tie_word_embeddings", "scale_decoder_outputs")
 """Keys that say whether the head is the embedding, which files may contradict."""
+
+
+def reads(name: str) -> bool:
+    """Whether Weft has a family for the model_type of a checkpoint."""
+    folder = existing_folder(name)
+    return folder is not None and bool(families_of(read_json(folder / CONFIG).get("model_type")))
 
 
 def model_fields(name: str) -> Fields:

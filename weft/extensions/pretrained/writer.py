@@ -57,9 +57,9 @@ def write_checkpoint_folder(
     config["eos_token_id"] = eos if config.get("eos_token_id") is None else config["eos_token_id"]
     for name in SIDE_FILES:
         if side_files is not None and name != CONFIG:
-            _copy(side_files / name, out / name)
+            copy_side_file(side_files / name, out / name)
     if tokenizer is not None and not (out / TOKENIZER).exists():
-        _copy(tokenizer, out / TOKENIZER)
+        copy_side_file(tokenizer, out / TOKENIZER)
     if template is not None:
         (out / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")
         if not (out / TOKENIZER_CONFIG).exists():
@@ -76,7 +76,8 @@ def write_checkpoint_folder(
     return size
 
 
-def _copy(path: Path, to: Path) -> None:
+def copy_side_file(path: Path, to: Path) -> None:
+    """Copy a file beside the weights, if it is there; a link out of its folder is refused."""
     if checked_file(path, most=MAX_JSON_BYTES) and not (to.exists() and path.samefile(to)):
         shutil.copyfile(path, to)
 

@@ -28,9 +28,11 @@ from weft.extensions.pretrained.writer import write_checkpoint_folder
 from weft.job.errors import JobError
 from weft.job.files.checked_files import read_json
 from weft.job.files.run_folder import RunDir
+from weft.job.implementations import implementation_of
+from weft.job.import_by_name import find_object
 from weft.job.schema import Job
 from weft.models.build_model import meta_model
-from weft.training.export import ExportOptions, saved_job, tokenizer_file, without_average
+from weft.training.export import ExportOptions, load_buffers, saved_job, tokenizer_file, without_average
 
 SHARD_BYTES = 5 * 10**9
 """Size of the files of an hf export, unless another is given."""
@@ -115,13 +117,18 @@ def _export_hf(run: RunDir, job: Job, found: SavedCheckpoint, out: Path, options
     if model.towers:
         model = with_sizes(model, open_tokenizer(job.data).eos)
 
-    dtypes = read_dtypes(source or run.path / SIDE_FOLDER, model)
-    if not dtypes and found.meta.get(WEIGHTS_ONLY):  # imported by a version that kept them in the checkpoint alone
-        dtypes = tensors.dtypes()
-
     def load(names: list[str]) -> dict[str, Tensor]:
         return {n: tensors.load(n) if lora is None else merged(n, lora, tensors.load, held) for n in names}
 
+    if export := implementation_of(model.family).export:
+        size: int = find_object(export, "model.implementation")(
+            out, model, load, load_buffers(found), dtype=options.dtype, shard_bytes=options.shard_bytes or SHARD_BYTES,
+            folder=source, tokenizer=tokenizer, card=model_card(run, job, found.step),
+        )  # fmt: skip
+        return size
+    dtypes = read_dtypes(source or run.path / SIDE_FOLDER, model)
+    if not dtypes and found.meta.get(WEIGHTS_ONLY):  # imported by a version that kept them in the checkpoint alone
+        dtypes = tensors.dtypes()
     return write_checkpoint_folder(
         out, model, meta_model(model), load, dtype=options.dtype,
         came_in=lambda tensor: dtype_of(tensor, dtypes),
