@@ -99,10 +99,12 @@ def variant(job: Job, plan: Plan, flags: dict[str, Any], cp: bool, routed: bool,
     """The variant of layouts with the same flags; `device` computes attention."""
     ulysses = cp and plan.cp_style == "ulysses"
     fused = plan.device == "cuda"
+    kernels = fused and device == "cuda"
+    zigzag = bool(job.model.causal) if kernels else plan.zigzag  # a kernel allocates the same either way
     return Variant(
-        half=not flags["fp32"], fused=fused, kernels=fused and device == "cuda", tp=flags["tp"],
+        half=not flags["fp32"], fused=fused, kernels=kernels, tp=flags["tp"],
         sequence=flags["tp"] and flags["sequence"], cp=cp, ulysses=ulysses,
-        zigzag=cp and plan.zigzag and not ulysses and not job.model.is_encoder_decoder,
+        zigzag=cp and zigzag and not ulysses and not job.model.is_encoder_decoder,
         ep=routed and flags["ep"], coded=plan.activations == "fp8",
     )  # fmt: skip
 
