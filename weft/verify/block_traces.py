@@ -448,7 +448,7 @@ def variants(m: Model, routed: bool) -> list[Variant]:
     tensors: list[dict[str, bool]] = [{}, {"tp": True}, {"tp": True, "sequence": True}]
     return [
         Variant(half=half, fused=fused, kernels=kernels, ep=ep, **tensor, **context)
-        for half, (fused, kernels) in ((True, DEVICES[0]), (True, DEVICES[1]), (False, DEVICES[0]))
+        for fused, kernels in DEVICES for half in (True, False)
         for ep in ((False, True) if routed else (False,)) for context in contexts for tensor in tensors
     ]  # fmt: skip
 
