@@ -12,12 +12,12 @@ import random
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -39,14 +39,14 @@ from weft.parallel.context.sequence_split import SequenceSplit
 from weft.parallel.expert.expert_load import ExpertLoad
 from weft.parallel.pipeline.split_backward import backward_input
 from weft.parallel.units import find_units
-from weft.planner.memory.block_tables import TABLES, Poly, Variant, block_structure, file_name
+from weft.planner.memory.block_tables import TABLES, Poly, Variant, block_structure, file_name, model_sizes
 from weft.planner.plan import Plan
 from weft.precision import COMPUTE_DTYPES
 from weft.verify.dryrun import make_batch
 from weft.verify.dryrun_internals import gpu_allocations
 
 PRIMES = {
-    "b": 11, "s": 17, "t": 7, "c": 3, "p": 13, "e": 23, "k": 5, "K": 37, "g": 41, "G": 43, "d": 149, "o": 31, "n": 59,
+    "b": 11, "s": 17, "t": 23, "c": 3, "p": 13, "e": 7, "k": 5, "K": 37, "g": 41, "G": 43, "d": 149, "o": 31, "n": 59,
     "v": 61, "D": 4999, "F": 9973, "f": 5003, "w": 3001, "r": 47, "Q": 1009, "L": 1013,
 }  # fmt: skip
 """The prime of each size; block_tables.sizes() gives their values for a model and layouts."""
@@ -70,8 +70,8 @@ class Recorder(Tracer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rounding, self.scores = 1, False
-        """What lengths are a multiple of; whether scores of attention are computed in tiles."""
+        self.rounding, self.scores, self.symbols = 1, False, frozenset(PRIMES)
+        """What lengths are a multiple of; whether scores of attention are computed in tiles; the sizes of the model."""
         self.events: list[tuple[int, int]] = []
         self.marks: dict[tuple[str, str], int] = {}
         self.limited = ""
@@ -95,7 +95,8 @@ class Recorder(Tracer):
 
     def term(self, at: int) -> tuple[str, float]:
         """Bytes that an event allocates or frees, as a product of sizes and its factor."""
-        return term(abs(self.events[at][1]), self.limits.get(at, ""), self.rounding, self.scores)
+        size, limit = abs(self.events[at][1]), self.limits.get(at, "")
+        return term(size, limit, self.rounding, self.scores, self.symbols)
 
     def mark(self, *name: str) -> None:
         self.marks[name] = len(self.events)  # type: ignore[index]
@@ -192,6 +193,7 @@ def record(m: Model, v: Variant, split: bool) -> Recorder:
         with warnings.catch_warnings(), real_meshes(), allocations, fake_tensors(), Recorder() as recorder:
             warnings.simplefilter("ignore")
             recorder.rounding, recorder.scores = _rounding(v), not m.has_source and not v.kernels
+            recorder.symbols = model_sizes(m)
             with (
                 recorder.limit(fp8_activations, "_quantize", "C"),
                 recorder.limit(fp8_activations, "_dequantize", "C"),
@@ -261,19 +263,19 @@ def _gradient_mark(recorder: Recorder, name: str) -> Callable[[Tensor], None]:
     return marking
 
 
-def factors(size: int) -> tuple[str, int]:
+def factors(size: int, symbols: Collection[str] = frozenset(PRIMES)) -> tuple[str, int]:
     """The sizes that a number is a product of, and what is left."""
-    found = []
+    product = []
     for symbol, prime in PRIMES.items():
-        while size % prime == 0:
+        while symbol in symbols and size % prime == 0:
             size //= prime
-            found.append(symbol)
-    return " ".join(found), size
+            product.append(symbol)
+    return " ".join(product), size
 
 
-def term(size: int, limit: str, rounding: int, scores: bool) -> tuple[str, float]:
+def term(size: int, limit: str, rounding: int, scores: bool, symbols: Collection[str]) -> tuple[str, float]:
     """Bytes as a product of sizes and its factor; constants if they are small."""
-    product, left = factors(size)
+    product, left = factors(size, symbols)
     if left > LARGEST_FACTOR * rounding:
         if size < LARGEST_FACTOR * SCALE_BLOCK:
             return "", float(size)
@@ -424,13 +426,21 @@ MORE: tuple[dict[str, Any], ...] = (
     {"family": "vit", "dim": 64, "layers": 2, "heads": 4, "vocab": 10},
 )  # fmt: skip
 """Models with other blocks than those of named shapes."""
-DEVICES = ((False, False), (True, True))
-"""Variants of devices: CPU and GPU, whose norms and whose attention are one kernel."""
 
 
-def structures() -> dict[str, tuple[Model, bool]]:
-    """By structure, a model with such blocks, and whether they have experts."""
-    found: dict[str, tuple[Model, bool]] = {}
+class Structure(NamedTuple):
+    """A model with blocks of a structure."""
+
+    model: Model
+    routed: bool
+    """Whether the blocks have experts."""
+    on_cpu: bool
+    """Whether models of this structure are small enough for CPUs."""
+
+
+def structures() -> dict[str, Structure]:
+    """By structure, as JSON, a model with such blocks."""
+    out: dict[str, Structure] = {}
     for given in (*({"shape": name} for name in SHAPES), *MORE):
         data = {"source": "synthetic", "seq_len": 64}
         m = resolve(parse_job({"model": {"vocab": 1000} | given, "data": data})).model
@@ -438,19 +448,26 @@ def structures() -> dict[str, tuple[Model, bool]]:
             continue
         for routed in sorted({False, m.experts is not None}):
             one = m if routed else m.model_copy(update={"experts": None})
-            found.setdefault(json.dumps(block_structure(one, routed), sort_keys=True), (one, routed))
-    return found
+            key = json.dumps(block_structure(one, routed), sort_keys=True)
+            small = "shape" not in given or m.experts is None
+            first = out.setdefault(key, Structure(one, routed, small))
+            out[key] = first._replace(on_cpu=first.on_cpu or small)
+    return out
 
 
-def variants(m: Model, routed: bool) -> list[Variant]:
-    """The variants that are written: all but fp8 activations, which are traced when they are planned."""
-    contexts = [{}, {"cp": True, "zigzag": bool(m.causal) and not m.has_source}, {"cp": True, "ulysses": True}]
-    tensors: list[dict[str, bool]] = [{}, {"tp": True}, {"tp": True, "sequence": True}]
-    return [
-        Variant(half=half, fused=fused, kernels=kernels, ep=ep, **tensor, **context)
-        for fused, kernels in DEVICES for half in (True, False)
-        for ep in ((False, True) if routed else (False,)) for context in contexts for tensor in tensors
-    ]  # fmt: skip
+def variants(structure: Structure) -> list[Variant]:
+    """The variants that are written: those of layouts that are searched, in bf16 on GPUs and in both precisions on
+    CPUs. Others are traced when they are planned."""
+    m = structure.model
+    ring, ulysses = {"cp": True, "zigzag": bool(m.causal) and not m.has_source}, {"cp": True, "ulysses": True}
+    cut: list[dict[str, bool]] = [{}, {"tp": True, "sequence": True}, {"tp": True}]
+    layouts = [*cut, ring, ulysses]
+    options = [{"fused": True, "kernels": True, "half": True} | layout for layout in layouts]
+    if m.causal:
+        options += [options[0] | cut[1] | style for style in (ring, ulysses)]
+    if structure.on_cpu:
+        options += [{"half": half} | layout for half in (False, True) for layout in layouts]
+    return [Variant(ep=ep, **option) for option in options for ep in sorted({False, structure.routed})]
 
 
 def main() -> None:
@@ -462,17 +479,14 @@ def main() -> None:
         return
     TABLES.mkdir(exist_ok=True)
     known = list(structures().items())
-    for structure, (m, routed) in [known[int(arg)] for arg in sys.argv[1:]] or known:
-        path = TABLES / file_name(structure)
+    for key, structure in [known[int(arg)] for arg in sys.argv[1:]] or known:
+        path = TABLES / file_name(key)
         tables = json.loads(path.read_text(encoding="utf-8"))["variants"] if path.exists() else {}
-        for v in variants(m, routed):
+        for v in variants(structure):
             if v.key in tables:
                 continue
-            try:
-                tables[v.key] = trace_blocks(m, v)
-            except ValueError as error:
-                print(f"{m.family} {v.key}: {error}", file=sys.stderr)
-            path.write_text(dump(structure, tables), encoding="utf-8")
+            tables[v.key] = trace_blocks(structure.model, v)
+            path.write_text(dump(key, tables), encoding="utf-8")
 
 
 def dump(structure: str, tables: dict[str, Any]) -> str:

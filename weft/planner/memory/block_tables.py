@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from weft.job.registry import find_object
+from weft.job.import_by_name import find_object
 from weft.job.schema import Job, Model
 from weft.planner.engine_constants import CODED_ELEMENTS, MAX_SCORES
 from weft.planner.memory.live_bytes import PASS_ROWS, PassBytes
@@ -107,6 +107,12 @@ def variant(job: Job, plan: Plan, flags: dict[str, Any], cp: bool, routed: bool,
         zigzag=cp and zigzag and not ulysses and not job.model.has_source,
         ep=routed and flags["ep"], coded=plan.activations == "fp8",
     )  # fmt: skip
+
+
+def model_sizes(m: Model) -> frozenset[str]:
+    """The symbols of the sizes that a model and its layouts have."""
+    parts = {"QLv": m.latent, "r": m.lora, "epkfw": m.experts}
+    return frozenset("bstcKgGdonDF").union(*(symbols for symbols, part in parts.items() if part is not None))
 
 
 def sizes_of(job: Job, layouts: Layouts, v: Variant, routed: bool) -> dict[str, Size]:
