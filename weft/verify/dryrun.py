@@ -32,12 +32,11 @@ from weft.planner.memory.engine_memory import EngineMemory, Place
 from weft.planner.module_costs import ModuleFacts, module_states, module_traffic, predict_module
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts
-from weft.planner.time.expert_traffic import EXPERT_AXES
-from weft.planner.time.flops import flops_of
-from weft.planner.time.traffic import traffic_of
+from weft.planner.time.traffic import EXPERT_AXES, traffic_of
 from weft.training.build import build_state, check_module, dataset_here, first_microbatch, module_facts
 from weft.training.step import Stepper
 from weft.verify.dryrun_internals import fused_norms, storage_bytes
+from weft.verify.flops import flops_of
 
 GIB = 2**30
 LATE_STEP = 10**9

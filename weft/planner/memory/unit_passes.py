@@ -10,13 +10,13 @@ import numpy as np
 from weft.job.schema import Job, Model
 from weft.planner.engine_constants import ALIGNED_BYTES, FP8_ALIGNMENT, FP8_LOGITS_CHUNKS, LOGITS_BYTES, MAX_SCORES
 from weft.planner.memory.block_tables import BlockBytes, block_bytes
-from weft.planner.memory.head_trace import head_bytes
 from weft.planner.memory.live_bytes import (
     CODED_BYTES,
     FP32_BYTES,
     PASS_ROWS,
     PassBytes,
     Sizes,
+    head_bytes,
     norm_bytes,
     norm_gradient,
 )
