@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from weft.planner.memory.block_tables import TABLES, Variant, file_name
+from weft.planner.memory.block_tables import TABLES, BlockVariant, file_name
 from weft.verify.block_traces import dump, factors, structures, trace_blocks, variants
 
-KNOWN = {structure: of for structure, of in structures().items() if (TABLES / file_name(structure)).exists()}
+KNOWN = {key: structure for key, structure in structures().items() if (TABLES / file_name(key)).exists()}
 
 
 def test_bytes_factor_into_the_sizes_of_a_tensor() -> None:
@@ -18,13 +18,12 @@ def test_bytes_factor_into_the_sizes_of_a_tensor() -> None:
 
 @pytest.mark.parametrize("number", range(len(KNOWN)))
 def test_a_trace_gives_the_written_table(number: int) -> None:
-    structure, (model, routed) = list(KNOWN.items())[number]
-    tables = json.loads((TABLES / file_name(structure)).read_text(encoding="utf-8"))["variants"]
-    written = [v for v in variants(model, routed) if v.key in tables]
+    key, structure = list(KNOWN.items())[number]
+    tables = json.loads((TABLES / file_name(key)).read_text(encoding="utf-8"))["variants"]
+    written = [v for v in variants(structure) if v.key in tables]
     v = written[5 * number % len(written)]
-    assert json.loads(json.dumps(trace_blocks(model, v))) == tables[v.key], (
-        f"{v.key}: python -m weft.verify.block_traces"
-    )
+    table = json.loads(json.dumps(trace_blocks(structure.model, v)))
+    assert table == tables[v.key], f"{v.key}: python -m weft.verify.block_traces"
 
 
 def test_tables_are_written_by_the_script_alone() -> None:
@@ -36,8 +35,8 @@ def test_tables_are_written_by_the_script_alone() -> None:
 
 
 def test_a_block_without_a_table_is_traced_when_it_is_planned() -> None:
-    structure, (model, _) = next(iter(KNOWN.items()))
-    coded = Variant(half=True, coded=True)
+    structure, (model, _, _) = next(iter(KNOWN.items()))
+    coded = BlockVariant(half=True, coded=True)
     assert coded.key not in json.loads((TABLES / file_name(structure)).read_text(encoding="utf-8"))["variants"]
     table = trace_blocks(model, coded)["block"]
     assert table["full"]["kept"].keys() == {"b s D"} and 1 < table["full"]["kept"]["b s D"] < 1.1

@@ -39,7 +39,7 @@ from weft.parallel.context.sequence_split import SequenceSplit
 from weft.parallel.expert.expert_load import ExpertLoad
 from weft.parallel.pipeline.split_backward import backward_input
 from weft.parallel.units import find_units
-from weft.planner.memory.block_tables import TABLES, Poly, Variant, block_structure, file_name, model_sizes
+from weft.planner.memory.block_tables import TABLES, BlockVariant, Poly, block_structure, file_name, model_sizes
 from weft.planner.plan import Plan
 from weft.precision import COMPUTE_DTYPES
 from weft.verify.dryrun import make_batch
@@ -120,7 +120,7 @@ class Recorder(Tracer):
             setattr(owner, name, function)
 
 
-def sized_model(m: Model, v: Variant, blocks: int) -> Model:
+def sized_model(m: Model, v: BlockVariant, blocks: int) -> Model:
     """A model of the same structure, of some blocks of each kind, whose sizes are primes."""
     z, cut = PRIMES, (PRIMES["t"] if v.tp else 1)
     heads = z["K"] * cut * (z["c"] if v.ulysses else 1)
@@ -150,19 +150,19 @@ def sized_model(m: Model, v: Variant, blocks: int) -> Model:
     return m.model_copy(update=new)
 
 
-def sequence_length(m: Model, v: Variant) -> int:
+def sequence_length(m: Model, v: BlockVariant) -> int:
     """Tokens of a sequence, of which every rank has s times what its parts must be a multiple of."""
     z = PRIMES
     parts = (z["t"] if v.tp else 1) * (z["c"] if v.cp else 1) * (2 if v.zigzag else 1) * _rounding(v)
     return z["s"] * parts * (z["e"] * (z["p"] if v.ep else 1) if m.experts is not None else 1)
 
 
-def _rounding(v: Variant) -> int:
+def _rounding(v: BlockVariant) -> int:
     """What every tensor's elements are a multiple of: encoding pads them."""
     return SCALE_BLOCK if v.coded else 1
 
 
-def traced_plan(v: Variant) -> Plan:
+def traced_plan(v: BlockVariant) -> Plan:
     """One rank of tp, cp and ep."""
     z = PRIMES
     return Plan(
@@ -178,7 +178,7 @@ def _job() -> Job:
     return parse_job({"model": {"family": "mlp", "dim": 8, "layers": 2}, "data": {"source": "synthetic"}})
 
 
-def record(m: Model, v: Variant, split: bool) -> Recorder:
+def record(m: Model, v: BlockVariant, split: bool) -> Recorder:
     """A forward and a backward pass of one microbatch; with `split`, the first half of a split backward pass."""
     plan, sized = traced_plan(v), sized_model(m, v, len(MODES) if split else len(MODES) + 1)
     base = _job()
@@ -374,7 +374,7 @@ def highest(peaks: list[Poly]) -> list[Poly]:
     return [unique[left[i]] for i in best]
 
 
-def trace_blocks(m: Model, v: Variant) -> dict[str, Any]:
+def trace_blocks(m: Model, v: BlockVariant) -> dict[str, Any]:
     """By kind of block, what each recompute mode keeps and the peaks of its passes."""
     if dist.is_initialized():  # traced ranks need a group of their own
         return _in_new_process(m, v)
@@ -410,7 +410,7 @@ def _block(recorder: Recorder, halves: Recorder | None, prefix: str) -> dict[str
     return found
 
 
-def _in_new_process(m: Model, v: Variant) -> dict[str, Any]:
+def _in_new_process(m: Model, v: BlockVariant) -> dict[str, Any]:
     given = json.dumps([m.model_dump(mode="json"), list(v)])
     done = subprocess.run(
         [sys.executable, "-m", __name__, "-"], input=given, stdout=subprocess.PIPE, text=True, check=True
@@ -428,7 +428,7 @@ MORE: tuple[dict[str, Any], ...] = (
 """Models with other blocks than those of named shapes."""
 
 
-class Structure(NamedTuple):
+class TracedStructure(NamedTuple):
     """A model with blocks of a structure."""
 
     model: Model
@@ -438,9 +438,9 @@ class Structure(NamedTuple):
     """Whether models of this structure are small enough for CPUs."""
 
 
-def structures() -> dict[str, Structure]:
+def structures() -> dict[str, TracedStructure]:
     """By structure, as JSON, a model with such blocks."""
-    out: dict[str, Structure] = {}
+    out: dict[str, TracedStructure] = {}
     for given in (*({"shape": name} for name in SHAPES), *MORE):
         data = {"source": "synthetic", "seq_len": 64}
         m = resolve(parse_job({"model": {"vocab": 1000} | given, "data": data})).model
@@ -450,12 +450,12 @@ def structures() -> dict[str, Structure]:
             one = m if routed else m.model_copy(update={"experts": None})
             key = json.dumps(block_structure(one, routed), sort_keys=True)
             small = "shape" not in given or m.experts is None
-            first = out.setdefault(key, Structure(one, routed, small))
+            first = out.setdefault(key, TracedStructure(one, routed, small))
             out[key] = first._replace(on_cpu=first.on_cpu or small)
     return out
 
 
-def variants(structure: Structure) -> list[Variant]:
+def variants(structure: TracedStructure) -> list[BlockVariant]:
     """The variants that are written: those of layouts that are searched, in bf16 on GPUs and in both precisions on
     CPUs. Others are traced when they are planned."""
     m = structure.model
@@ -467,7 +467,7 @@ def variants(structure: Structure) -> list[Variant]:
         options += [options[0] | cut[1] | style for style in (ring, ulysses)]
     if structure.on_cpu:
         options += [{"half": half} | layout for half in (False, True) for layout in layouts]
-    return [Variant(ep=ep, **option) for option in options for ep in sorted({False, structure.routed})]
+    return [BlockVariant(ep=ep, **option) for option in options for ep in sorted({False, structure.routed})]
 
 
 def main() -> None:
@@ -475,7 +475,7 @@ def main() -> None:
     the model and the variant on stdin."""
     if sys.argv[1:] == ["-"]:
         model, v = json.load(sys.stdin)
-        print(json.dumps(trace_blocks(Model(**model), Variant(*v))))
+        print(json.dumps(trace_blocks(Model(**model), BlockVariant(*v))))
         return
     TABLES.mkdir(exist_ok=True)
     known = list(structures().items())

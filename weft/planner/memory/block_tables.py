@@ -64,7 +64,7 @@ def block_structure(m: Model, routed: bool) -> dict[str, Any]:
     return {k: v for k, v in found.items() if v not in (None, False)}
 
 
-class Variant(NamedTuple):
+class BlockVariant(NamedTuple):
     """What decides which tensors a block has, besides its structure."""
 
     half: bool = False
@@ -95,13 +95,13 @@ class BlockBytes(NamedTuple):
     full: PassBytes
 
 
-def variant(job: Job, plan: Plan, flags: dict[str, Any], cp: bool, routed: bool, device: str) -> Variant:
+def variant(job: Job, plan: Plan, flags: dict[str, Any], cp: bool, routed: bool, device: str) -> BlockVariant:
     """The variant of layouts with the same flags; `device` computes attention."""
     ulysses = cp and plan.cp_style == "ulysses"
     fused = plan.device == "cuda"
     kernels = fused and device == "cuda"
     zigzag = bool(job.model.causal) if kernels else plan.zigzag  # a kernel allocates the same either way
-    return Variant(
+    return BlockVariant(
         half=not flags["fp32"], fused=fused, kernels=kernels, tp=flags["tp"],
         sequence=flags["tp"] and flags["sequence"], cp=cp, ulysses=ulysses,
         zigzag=cp and zigzag and not ulysses and not job.model.has_source,
@@ -115,7 +115,7 @@ def model_sizes(m: Model) -> frozenset[str]:
     return frozenset("bstcKgGdonDF").union(*(symbols for symbols, part in parts.items() if part is not None))
 
 
-def sizes_of(job: Job, layouts: Layouts, v: Variant, routed: bool) -> dict[str, Size]:
+def sizes_of(job: Job, layouts: Layouts, v: BlockVariant, routed: bool) -> dict[str, Size]:
     """The symbols of the tables for some layouts."""
     m, tp, cp = job.model, layouts.tp, layouts.cp
     one = np.ones(len(layouts))
@@ -204,7 +204,7 @@ def _joined(parts: list[tuple[Any, BlockBytes]]) -> BlockBytes:
     ))  # fmt: skip
 
 
-def table_of(m: Model, v: Variant) -> dict[str, Any]:
+def table_of(m: Model, v: BlockVariant) -> dict[str, Any]:
     """The table of a structure and a variant: written beside this file, or else traced now."""
     structure = block_structure(m, m.experts is not None)
     return _table(json.dumps(structure, sort_keys=True), v, m)
@@ -221,10 +221,10 @@ def file_name(structure: str) -> str:
     return hashlib.sha256(structure.encode()).hexdigest()[:12] + ".json"
 
 
-_traced: dict[tuple[str, Variant], dict[str, Any]] = {}
+_traced: dict[tuple[str, BlockVariant], dict[str, Any]] = {}
 
 
-def _table(structure: str, v: Variant, m: Model) -> dict[str, Any]:
+def _table(structure: str, v: BlockVariant, m: Model) -> dict[str, Any]:
     found = _file(structure).get(v.key)
     if found is not None:
         return found
