@@ -22,7 +22,6 @@ from weft.planner.calibration import Calibration
 from weft.planner.describe import describe_plan, draw_schedule
 from weft.planner.explain_memory import explain_memory
 from weft.planner.make_plan import (
-    PlanStart,
     check_fits,
     complete_plan,
     or_settings_that_fit,
@@ -32,7 +31,7 @@ from weft.planner.make_plan import (
     with_module_prediction,
 )
 from weft.planner.number_format import gib, gib_difference
-from weft.planner.own_calibration import own_calibration
+from weft.planner.search.search import PlanStart
 from weft.planner.search.survey import Survey, survey
 
 
@@ -75,14 +74,15 @@ def show(job: Job, nproc: int | None, asked: PlanOptions) -> PlanOutput:
         start = start_plan(job, nproc)
     if start.job.model.module:
         return _own_model(start, asked)
-    calibration = own_calibration(start.job, start.device)
+    calibration: Calibration | None = None
     data: dict[str, Any] = {}
     blocks: list[str] = []
     if asked.history:
-        history, calibration = read_history(asked.history, start.device.name, calibration)
+        history, calibration = read_history(asked.history, start.device.name, start.estimator().calibration)
         data["history"] = history.to_json()
         blocks.append(tables.history_table(history))
     made = survey(start, asked.top, asked.front, beyond=not runs_here(start), calibration=calibration)
+    calibration = made.found.estimator.calibration
     data = {**made.to_json(), **data}
     text = [draw_schedule(made.job, made.plan)] if asked.gantt else []
     if asked.explain == "memory":
