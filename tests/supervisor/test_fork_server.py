@@ -41,13 +41,9 @@ def soon(found: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def fork_server(tmp_path: Path) -> Iterator[ForkServer]:
-    def start(env: dict[str, str], files: tuple[int, ...]) -> subprocess.Popen[bytes]:
-        env = {**os.environ, **env, "WEFT_LAUNCHER": str(os.getpid())}
-        return subprocess.Popen([sys.executable, "-c", FORK, str(tmp_path)], env=env, pass_fds=files)
-
     with as_subreaper() as can:
         assert can
-        made = ForkServer(start)
+        made = ForkServer("-c", FORK, str(tmp_path))
         yield made
         made.close()
 

@@ -16,7 +16,15 @@ from pathlib import Path
 from weft.job.files.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
-from weft.supervisor.attempt import NOT_CONNECTED, Attempt, read_attempt, started_job, started_plan, write_attempt
+from weft.supervisor.attempt import (
+    NOT_CONNECTED,
+    Attempt,
+    read_attempt,
+    started_at,
+    started_job,
+    started_plan,
+    write_attempt,
+)
 from weft.supervisor.failure_report import explain_failure, read_failure, remove_failures
 from weft.supervisor.hang_cause import FaultReport
 from weft.supervisor.hang_detection import HangDetector, first_steps_timeout_s
@@ -124,6 +132,7 @@ class Supervisor:
 
     def first(self) -> None:
         """Start the first attempt."""
+        self.attempt = replace(self.attempt, began=started_at(self.folder))
         self.begin({rank: rank for rank in range(self.plan.world)})
 
     def look(self, records: list[Record]) -> int | None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.job.errors import JobError
+from weft.planner.advice.why import TIME_WORDS
+from weft.planner.number_format import seconds
 from weft.watch.figures.figure import Figure
 from weft.watch.figures.mesh import mesh_figure, pipeline_text
 from weft.watch.figures.pipeline import pipeline_card
@@ -19,10 +21,7 @@ COLOURS = (
 MAX_STAGES = 64
 LABELS = {
     "parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer", "activations": "activations",
-    "logits": "logits", "communication": "communication", "reserve": "context and fragments", "compute": "computing",
-    "tp": "tensor-parallel traffic", "cp": "context-parallel traffic", "ep": "expert traffic",
-    "pp_bubble": "pipeline bubble", "pp_send": "messages between stages", "dp": "gradient and weight traffic",
-    "host": "host", "waiting": "waiting for the slowest", "offload": "copies to the host", "data": "data",
+    "logits": "logits", "communication": "communication", "reserve": "context and fragments", **TIME_WORDS,
 }  # fmt: skip
 Data = dict[str, Any]
 
@@ -149,11 +148,11 @@ def _list(title: str, rows: list[Data]) -> str:
         return ""
     lines = "".join(
         f'<tr><td class="any">{esc(r["layout"])}, microbatch {r["microbatch"]}, recompute {esc(r["recompute"])}</td>'
-        f'<td class="n">{r["effective_step_time_s"]:.4g}</td><td class="n">{r["peak_memory_gib"]:.1f}</td>'
+        f'<td class="n">{seconds(r["step_time_s"])}</td><td class="n">{r["peak_memory_gib"]:.1f}</td>'
         f'<td style="min-width:16rem;white-space:normal">{esc(r["lacks"])}</td></tr>'
         for r in rows
     )
-    head = '<th>layout</th><th class="n">s a step</th><th class="n">GiB</th><th>disadvantage</th>'
+    head = '<th>layout</th><th class="n">step</th><th class="n">GiB</th><th>disadvantage</th>'
     return section(title, f'<div class="scroll"><table class="list"><tr>{head}</tr>{lines}</table></div>')
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.cli.views import plan_tables as tables
+from weft.hardware.process_age import process_age_s
 from weft.job.errors import FitError, JobError
 from weft.job.schema import Job
 from weft.planner.advice.auto_gain import auto_gain
@@ -99,7 +100,7 @@ def show(job: Job, nproc: int | None, asked: PlanOptions) -> PlanOutput:
         blocks.append(tables.changes_that_fit(found))
     _add_tables(start, made, asked, calibration, data, blocks)
     pinned = pinned_job(job, made.plan) if asked.apply and made.fits else None
-    took = tables.process_seconds()
+    took = process_age_s()
     data["search"]["seconds"] = took
     first = [describe_plan(made.job, made.plan), tables.estimates(made, took)]
     if (gain := auto_gain(job, made.plan, calibration) if made.fits else None) is not None:

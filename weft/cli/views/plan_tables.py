@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Sequence
-from pathlib import Path
-
-import psutil
 
 from weft.planner.advice.fitting_changes import Change
 from weft.planner.advice.history import History
@@ -65,15 +60,6 @@ def estimates(made: Survey, took_s: float) -> str:
     if made.untrainable:
         rows.append(("note", made.untrainable[0]))
     return "\n".join(f"{name:10} {text}" for name, text in rows)
-
-
-def process_seconds() -> float:
-    """Wall time since this process was started; on Linux exact to a hundredth of a second."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError):
-        return time.time() - psutil.Process().create_time()
 
 
 def _choice(point: Point) -> str:
