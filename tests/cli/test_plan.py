@@ -87,7 +87,7 @@ def test_text_has_reasons_and_runners_up(job: Path, weft: Weft) -> None:
     assert "runners-up" in out and "compared with the plan" in out and "% slower" in out
     assert "why not tp=8: slower; its best form, " in out and "more in tensor-parallel traffic" in out
     assert "offer " in out and "nebius:spot" in out and "35,000 USD over 4 years" in out
-    assert "train.global_batch" in out and "front: ranks" in out
+    assert "train.global_batch" in out and "step with failures" in out
 
 
 def test_offers_of_a_repeated_option_are_all_compared(job: Path, weft: Weft) -> None:
