@@ -23,6 +23,7 @@ from weft.training.rank import record_failure
 FORK = """
 import os, signal, sys, time
 from weft.supervisor.fork_server import serve
+signal.pthread_sigmask(signal.SIG_SETMASK, [])  # as a rank does once it handles signals
 if serve():
     slot = int(os.environ["WEFT_SLOT"])
     open(f"{sys.argv[1]}/{slot}", "w").write(f"{os.getpid()} {os.getppid()} {os.getsid(0)}")

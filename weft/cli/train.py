@@ -51,12 +51,16 @@ def _train(
     from weft.launch.node import start_node, this_node
     from weft.launch.train import join, prepare, start
     from weft.planner.advice.auto_gain import auto_gain
+    from weft.watch.live_block import over_block
 
     clean_up_on_interrupt()
     place = this_node(described, nproc)
     if place is None and export_torchrun_variables():
         return join(described, log=print_stderr)
     nodes = place.count if place is not None else 1
+
+    def log(text: str) -> None:
+        print_stderr(text, over_block(""))
 
     def log_wait(text: str) -> None:
         if early is not None:
@@ -65,13 +69,13 @@ def _train(
 
     with claimed_for_run(described, nproc, log_wait, nodes) as (described, nproc, inherit):
         if place is not None:
-            return start_node(described, place, nproc, log=print_stderr, inherit=inherit)
+            return start_node(described, place, nproc, log=log, inherit=inherit)
         prepared = prepare(described, nproc)
         if (gain := auto_gain(described, prepared[1])) is not None:
             print_stderr(f"faster: {gain}")
         began = time.time() - process_age_s()
         return start(
-            *prepared, fresh=fresh, resilient=resilient, log=print_stderr, inherit=inherit, began=began,
+            *prepared, fresh=fresh, resilient=resilient, log=log, inherit=inherit, began=began,
             fork_server=None if early is None or early.closed else early,
         )  # fmt: skip
 

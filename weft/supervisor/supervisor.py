@@ -54,6 +54,7 @@ from weft.supervisor.restart_limit import (
 from weft.supervisor.status_board import LEFT_ATTEMPT, TRAINING, Record, StatusBoard
 from weft.supervisor.stop_signals import STOP_SIGNALS
 from weft.watch.journal import Journal, record_early_stop
+from weft.watch.live_block import over_block
 
 REGROUP_TIMEOUT_S = 3.0
 """How long ranks may take to return from an attempt that is over, before they are replaced."""
@@ -414,7 +415,7 @@ def _event_kind(kind: str) -> str:
 
 def log(text: str) -> None:
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(over_block(text), file=sys.stderr, flush=True)
 
 
 def set_up_process() -> tuple[RunDir, Path, Job, Plan]:
