@@ -109,7 +109,9 @@ def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 def _paragraph(head: Sequence[str], row: Sequence[str], width: int) -> str:
     """The first cell, and below it the others: figures with their names, and a last text as it is."""
-    figures = [f"{name}\xa0{cell}" for name, cell in zip(head[1:], row[1:], strict=True) if cell and len(cell.split()) < 3]
+    figures = [
+        f"{name}\xa0{cell}" for name, cell in zip(head[1:], row[1:], strict=True) if cell and len(cell.split()) < 3
+    ]
     texts = [cell for cell in row[1:] if len(cell.split()) >= 3]
     below = "; ".join([", ".join(figures), *texts] if figures else texts)
     return "\n".join([*_words(row[0], width), *(f"  {line}" for line in _words(below, width - 2))])

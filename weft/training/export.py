@@ -69,7 +69,7 @@ def load_params(found: SavedCheckpoint, ema: bool = False) -> dict[str, Tensor]:
         return params
     averages = {n.removeprefix("ema."): _fp32(t) for n, t in load_full(found.path, "ema.").items()}
     if not averages:
-        raise _without_average(found)
+        raise without_average(found)
     return params | averages  # frozen weights have no average
 
 
@@ -77,7 +77,8 @@ def _fp32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def _without_average(found: SavedCheckpoint) -> JobError:
+def without_average(found: SavedCheckpoint) -> JobError:
+    """The error of asking for the averaged weights of a checkpoint without them."""
     return JobError(f"{found.path} holds no moving average; train with train.ema to get one")
 
 
@@ -186,7 +187,7 @@ class _Tensors:
     def __init__(self, found: SavedCheckpoint, ema: bool):
         self.index = Index(found.path)
         if ema and not any(name.startswith("ema.") for name in self.index.tensors):
-            raise _without_average(found)
+            raise without_average(found)
         order = ("ema.", "model.", "buffer.") if ema else ("model.", "buffer.")
         self.prefixes = {
             name.removeprefix(prefix): prefix
@@ -319,7 +320,7 @@ def export_file(
     index, prefix = Index(found.path), "ema." if options.ema else "model."
     names = [n.removeprefix(prefix) for n in index.tensors if n.startswith(prefix)]
     if not names:
-        raise _without_average(found)
+        raise without_average(found)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name in names:
