@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 SMOOTHING = 0.1
 REFRESH_S = 0.1
+GAP = 3
+"""Spaces between figures."""
 LIVE_STEPS = 10
 """Steps over which a live display averages."""
 RATES = {"tokens": "tok/s", "samples": "samples/s"}
@@ -176,10 +178,18 @@ class Progress:
             ProgressBar(total=max(1, self.total), completed=done if self.total else 1),
             Text(f"step {self._step}/{self.total}  {share}"),
         )
-        figures = Text(overflow="fold")
+        figures, used = Text(), 0
+        width = self._console.width if self._console is not None else 80
         for name, text in self._figures():
+            length = len(text) + (len(name) + 1 if name else 0)
+            if used and used + GAP + length > width:  # a name stays with its value
+                figures.append("\n")
+                used = 0
+            elif used:
+                figures.append(" " * GAP)
+            used += length + (GAP if used else 0)
             figures.append(f"{name} " if name else "", style="dim")
-            figures.append(f"{text}   ", style="bold" if name in ("loss", "val") else "")
+            figures.append(text, style="bold" if name in ("loss", "val") else "")
         return Group(bar, figures)
 
 
