@@ -153,6 +153,24 @@ def test_generated_text_depends_on_the_seed(command: Command, run: RunDir) -> No
     assert command("generate", "tiny", "--prompt", "", "--top-k", "1", "--ema", "--tokens", "40").code == 0
 
 
+def test_eval_of_a_run_in_another_layout_and_on_other_data(run: RunDir, folder: Path) -> None:
+    recorded = [event for event in read_jsonl(run.events) if event["event"] == "eval"][-1]
+    events, steps = run.events.read_bytes(), sorted(run.checkpoints.iterdir())
+    same = weft(folder, "eval", "tiny", "--ema", "train.eval_batches=1", "parallel={tp: 2}", "--json")
+    assert same.code == 0, same.err
+    figures = json.loads(same.out)
+    assert figures["val_loss"] == pytest.approx(recorded["val_loss"], abs=1e-5)
+    assert (figures["layout"], figures["step"], figures["batches"]) == ("tp 2", 6, 1)
+    (folder / "other.txt").write_text("Some other text. " * 90, encoding="utf-8")
+    other = weft(folder, "eval", "tiny", "data.source=other.txt", "train.metrics=[perplexity]", "--nproc", "1")
+    assert other.code == 0, other.err
+    assert other.out.startswith("runs/tiny, step 6: validation loss ") and ", perplexity " in other.out
+    assert "batches of other.txt" in other.out
+    wrong = weft(folder, "eval", "tiny", "data.source=nothing.txt")
+    assert wrong.code == 2 and "nothing.txt" in wrong.last
+    assert (run.events.read_bytes(), sorted(run.checkpoints.iterdir())) == (events, steps), "the run is as it was"
+
+
 def test_files_of_a_run(run: RunDir) -> None:
     for path in (run.job, run.plan, run.metrics, run.events, run.slices, run.report, run.logs / "rank-0.log"):
         assert path.is_file(), path

@@ -53,7 +53,7 @@ class Command:
 COMMANDS: Registry[Command] = Registry("command", __name__)
 
 TRAIN, PLAN, WATCH, RESULTS, MACHINE = SECTIONS
-TRAINING = {"train", "prove", "dryrun", "generate", "calibrate"}
+TRAINING = {"train", "prove", "dryrun", "generate", "eval", "calibrate"}
 
 for name, function, section in (
     ("train", "train:train", TRAIN),
@@ -68,6 +68,7 @@ for name, function, section in (
     ("logs", "launching:logs", WATCH),
     ("report", "results:report", WATCH),
     ("generate", "results:generate", RESULTS),
+    ("eval", "evaluation:evaluate", RESULTS),
     ("export", "results:export", RESULTS),
     ("recipes", "machine:recipes", MACHINE),
     ("lesson", "machine:lesson", MACHINE),

@@ -47,12 +47,20 @@ INTERRUPT_AGAIN_S = 0.05
 """Seconds after which a Ctrl-C that Python ignored is sent again."""
 
 
-def print_stderr(text: str) -> None:
-    """Print a line for people, so that stdout holds only results. A run does not end because nobody reads them."""
+def print_stderr(text: str, before: str = "") -> None:
+    """Print a line for people, so that stdout holds only results. A run does not end because nobody reads them.
+    `before` is printed as it is."""
     try:
-        print(printable(text, keep="\n\r\t"), file=sys.stderr, flush=True)
+        print(before + printable(text, keep="\n\r\t"), file=sys.stderr, flush=True)
     except OSError:
         flush_or_discard(sys.stderr)
+
+
+def print_error(text: str) -> None:
+    """Print why a command ends, with the name of the program in red where the terminal shows colours."""
+    from weft.cli.terminal import paint
+
+    print_stderr(text, paint("weft:", "bold red", sys.stderr) + " ")
 
 
 def printable(text: str, keep: str = "") -> str:

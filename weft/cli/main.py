@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from weft.cli.commands import COMMANDS, SECTIONS, Command
-from weft.cli.common import flush_or_discard, print_json, print_stderr
+from weft.cli.common import flush_or_discard, print_error, print_json
 
 
 def _print_version(wanted: bool) -> None:
@@ -129,7 +129,7 @@ def main() -> None:
     if as_json and code and not stdout.written:
         print_json({"error": text or f"ended with exit code {code}", "code": code})
     if text:
-        print_stderr(f"weft: {text}")
+        print_error(text)
     flush_or_discard(sys.stderr)
     sys.exit(code)
 

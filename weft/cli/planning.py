@@ -45,7 +45,8 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Find the best parallel layout of a job. Shows the reasons, the estimates and the alternatives."""
-    from weft.cli.views.plan import PlanOptions, show
+    from weft.cli.terminal import text_width
+    from weft.cli.views.plan import PlanOptions, show, styled
     from weft.job.load import load_job
 
     given = list(overrides or ())
@@ -58,16 +59,14 @@ def plan(
         described = with_known_steps(described)
     named = [name for text in [*(compare or ()), *offers] for name in text.split(",")]
     front = pareto or as_json or html is not None
-    made = show(
-        described,
-        nproc,
-        PlanOptions(top, front, gantt, why_not, named, history, tune, tokens, apply is not None, explain),
-    )
+    width = None if as_json else text_width()
+    options = PlanOptions(top, front, gantt, why_not, named, history, tune, tokens, apply is not None, explain, width)
+    made = show(described, nproc, options)
     if as_json:
         failure = {"error": str(made.failed), "code": int(made.failed.exit_code)} if made.failed else {}
         print_json(made.data | failure)
     else:
-        print(made.text)
+        print(styled(made.text, width))
     if html is not None:
         from weft.watch.plan_page import write_plan_page
 

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.common import AsJson, RunArg, clean_up_on_interrupt, print_json
+from weft.cli.common import AsJson, RunArg, clean_up_on_interrupt, print_json, print_stderr
 
 if TYPE_CHECKING:
+    from weft.checkpoint.format import SavedCheckpoint
+    from weft.job.schema import Job
     from weft.training.chat import Chat
+    from weft.training.generate import Sampling
 
 MIN_TEMPERATURE = 0.001
 """Smaller temperatures overflow the logits; they would choose the most likely token, as 0 does."""
@@ -41,6 +44,16 @@ def generate(
     tp: Annotated[
         int, typer.Option(min=1, max=1024, help="Split the model over so many processes by tensor parallelism.")
     ] = 1,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="Answer a file of JSON lines with prompt or messages. Other fields are kept.", show_default=False
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File of the answers to --prompts. Default: NAME.answers.jsonl beside it.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, max=4096, help="Lines of --prompts that are answered at once.")] = 16,
     chat: Annotated[
         bool,
         typer.Option(
@@ -72,12 +85,20 @@ def generate(
         raise JobError(f"--temperature {temperature:g} is too small; use 0 or at least {MIN_TEMPERATURE}")
     if not -(2**63) <= seed < 2**63:
         raise JobError(f"--seed {seed} is too large; use a number of up to 18 digits")
-    folder, prompts = find_run(run), prompt or ["The "]
+    folder, prompt_texts = find_run(run), prompt or ["The "]
     own, found = load_job(str(folder.job)), newest(folder)
     job = saved_job(found, own, trust_module)
     sampling = Sampling(temperature, top_k, top_p, tuple(word for word in stop or () if word), seed)
     if tp > 1 and (chat or beams > 1):
         raise JobError(f"--tp continues texts; leave out --{'chat' if chat else 'beams'}, or --tp")
+    if prompts is not None:
+        others = {"--prompt": prompt, "--chat": chat, "--system": system, "--tp": tp > 1, "--beams": beams > 1}
+        for option in (option for option, given in others.items() if given):
+            raise JobError(f"--prompts answers a file; leave out {option}, or --prompts")
+        _answer_file(found, job, prompts, out, tokens, sampling, batch, ema, template, as_json)
+        return
+    if out is not None:
+        raise JobError(f"--out {out} is for the answers to --prompts FILE; give both or leave it out")
     if chat:
         from weft.training.chat import Chat
 
@@ -90,21 +111,43 @@ def generate(
     if tp > 1:
         from weft.launch.start_generation import generate_split
 
-        pieces = generate_split(found, job, prompts, tokens, sampling, ema, tp)
+        pieces = generate_split(found, job, prompt_texts, tokens, sampling, ema, tp)
     else:
-        pieces = generate_texts(found, job, prompts, tokens, sampling, ema, beams)
+        pieces = generate_texts(found, job, prompt_texts, tokens, sampling, ema, beams)
     if as_json:
-        texts = [""] * len(prompts)
+        texts = [""] * len(prompt_texts)
         for i, piece in pieces:
             texts[i] += piece
-        shown = [{"prompt": p, "text": t} for p, t in zip(prompts, texts, strict=True)]
-        print_json({"step": found.step, "prompt": prompts[0], "text": texts[0]} | ({"texts": shown} if prompt else {}))
+        shown = [{"prompt": p, "text": t} for p, t in zip(prompt_texts, texts, strict=True)]
+        print_json(
+            {"step": found.step, "prompt": prompt_texts[0], "text": texts[0]} | ({"texts": shown} if prompt else {})
+        )
         return
     if job.model.has_source:
         for _, text in pieces:
             print(text)
         return
-    _print_texts(prompts, pieces)
+    _print_texts(prompt_texts, pieces)
+
+
+def _answer_file(
+    found: SavedCheckpoint, job: Job, prompts: Path, out: Path | None, tokens: int, sampling: Sampling, batch: int,
+    ema: bool, template: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Answer the lines of a file, and say how many."""
+    from weft.training.generation.prompt_file import answer_file, read_prompts
+
+    clean_up_on_interrupt()
+    lines = read_prompts(prompts)
+    file = out or prompts.with_name(f"{prompts.stem}.answers.jsonl")
+    before = answer_file(
+        found, job, lines, file, tokens, sampling, batch=batch, ema=ema, template=template,
+        report=lambda done, total: print_stderr(f"{done} of {total} lines"),
+    )  # fmt: skip
+    if as_json:
+        print_json({"path": str(file), "lines": len(lines), "continued_after": before, "step": found.step})
+    else:
+        print(f"{file}: {len(lines)} answers{f', {before} of them from before' if before else ''}")
 
 
 def _chat(talk: Chat, prompts: list[str] | None, step: int, as_json: bool) -> None:

@@ -63,6 +63,7 @@ def _fp32(tensor: Tensor) -> Tensor:
 
 
 def without_average(found: SavedCheckpoint) -> JobError:
+    """The error of asking for the averaged weights of a checkpoint without them."""
     return JobError(f"{found.path} holds no moving average; train with train.ema to get one")
 
 

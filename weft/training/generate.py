@@ -82,18 +82,19 @@ def continue_texts(
 @torch.no_grad()
 def continue_tokens(
     model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[list[int]], tokens: int, sampling: Sampling, *,
-    window: int, end_tokens: frozenset[int] = frozenset(),
+    window: int, end_tokens: frozenset[int] = frozenset(), numbers: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, str]]:  # fmt: skip
-    """The same of prompts that are tokens."""
+    """The same of prompts that are tokens. `numbers` choose each prompt's random numbers, by default its position."""
     texts = []
-    for i, prompt in enumerate(prompts):
+    numbers = range(len(prompts)) if numbers is None else numbers
+    for number, prompt in zip(numbers, prompts, strict=True):
         ids = list(prompt) or [tokenizer.eos]
         if max(ids) >= (rows := _embedded(model)):
             raise JobError(
                 f"token {max(ids)} of the prompt is not among the {rows} of the model; its tokenizer has "
                 f"{tokenizer.vocab}: import the model with its tokenizer.json"
             )
-        texts.append(ShownText(ids, tokenizer, torch.Generator().manual_seed((sampling.seed + i) % 2**63)))
+        texts.append(ShownText(ids, tokenizer, torch.Generator().manual_seed((sampling.seed + number) % 2**63)))
     with NextLogits(model, window) as next_logits:
         for count in range(1, tokens + 1):
             going = [(i, text) for i, text in enumerate(texts) if not text.done]

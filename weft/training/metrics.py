@@ -23,7 +23,7 @@ from weft.job.errors import Exit
 from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.planner.model.counts import flops_per_sample
-from weft.planner.model.reference_rate import peak_flops
+from weft.planner.model.reference_rate import mfu_peak_flops
 from weft.planner.plan import Plan
 from weft.supervisor.stop_signals import STOP_SIGNALS
 from weft.training.figures.comm_metrics import CommMetrics
@@ -117,7 +117,7 @@ class StepMetrics:
         guards.begin()
         self.stop: Exit | None = None
         self.sample_flops = flops_per_sample(job.model, job.data.seq_len)
-        self.peak = peak_flops(plan, job)
+        self.peak = mfu_peak_flops(plan, job)
         self.energy = energy or RunEnergy.nothing()
         self.comm = CommMetrics(mesh, job.watch.comm_every, observers)
         self.noise = NoiseScale()

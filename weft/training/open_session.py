@@ -52,9 +52,13 @@ Hook = Callable[[Session], None]
 def open_session(
     job: Job, plan: Plan, run: RunDir, *, heartbeat: Heartbeat | None = None, mesh: Mesh | None = None,
     dataset: Dataset | None = None, snapshots: Snapshots | None = None, hook: Hook | None = None,
+    began: float | None = None,
 ) -> Session:  # fmt: skip
-    """Join the mesh, build and spread the model, and continue from the newest step in memory or checkpoint on disk."""
-    began = time.perf_counter()
+    """Join the mesh, build and spread the model, and continue from the newest step in memory or checkpoint on disk.
+
+    `began` is when the command that started the run began (time.time).
+    """
+    began = began or time.time()
     heartbeat = heartbeat or NoHeartbeat()
     mesh = mesh or connect(plan, job.comm.timeout_s, tunnel=open_tunnel(job, run))
     log = logs.setup(run, mesh.rank, mesh.position, mesh.world)
@@ -91,7 +95,7 @@ def open_session(
     write_slices(run, plan, mesh, state.model)
     _resume(session)
     session.first_step = state.step
-    log.info("%s", f"{plan.layout()} on {plan.device}, ready after {time.perf_counter() - began:.1f} s")
+    log.info("%s", f"{plan.layout()} on {plan.device}, ready after {time.time() - began:.1f} s")
     _, scaling = peak_lr(job)
     rates = rates_of(job)
     for text in (

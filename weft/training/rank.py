@@ -25,6 +25,7 @@ from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.failure_report import remove_failure, write_failure
 from weft.supervisor.process_name import set_process_name
+from weft.training.compile_cache import set_compile_cache
 from weft.training.error_text import where_raised
 from weft.training.stop_requests import Signals
 
@@ -78,7 +79,8 @@ def run_rank(
 
 def set_up_process(run: RunDir, plan: Plan) -> None:
     """Import torch and apply process-wide settings."""
-    import_training(run)
+    set_compile_cache(run.compiled)
+    import_training()
     import torch
 
     from weft.precision import choose_cpu_kernels
@@ -89,13 +91,10 @@ def set_up_process(run: RunDir, plan: Plan) -> None:
         torch.set_num_threads(threads_for(int(os.environ.get("LOCAL_WORLD_SIZE", plan.world))))
 
 
-def import_training(run: RunDir) -> None:
+def import_training() -> None:
     """Import all that training needs, which takes seconds. Ranks are forked afterwards, so nothing here may start a
     thread or call the CUDA driver."""
-    from weft.training.compile_cache import set_compile_cache
     from weft.training.garbage_collection import no_collection
-
-    set_compile_cache(run.compiled)  # read on import of torch
 
     with no_collection():
         import torch

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from weft.job.errors import JobError
+from weft.planner.advice.why import TIME_WORDS
+from weft.planner.describe import blocks_text
+from weft.planner.number_format import seconds
 from weft.watch.figures.figure import Figure
 from weft.watch.figures.mesh import mesh_figure, pipeline_text
 from weft.watch.figures.pipeline import pipeline_card
@@ -19,10 +22,7 @@ COLOURS = (
 MAX_STAGES = 64
 LABELS = {
     "parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer", "activations": "activations",
-    "logits": "logits", "communication": "communication", "reserve": "context and fragments", "compute": "computing",
-    "tp": "tensor-parallel traffic", "cp": "context-parallel traffic", "ep": "expert traffic",
-    "pp_bubble": "pipeline bubble", "pp_send": "messages between stages", "dp": "gradient and weight traffic",
-    "host": "host", "waiting": "waiting for the slowest", "offload": "copies to the host", "data": "data",
+    "logits": "logits", "communication": "communication", "reserve": "context and fragments", **TIME_WORDS,
 }  # fmt: skip
 Data = dict[str, Any]
 
@@ -34,7 +34,11 @@ def write_plan_page(path: Path, data: Data) -> Path:
     name = str(data["job"].get("name", "plan"))
     drawn = [memory_figure(data), time_figure(data), front_figure(data), mesh_figure(data)]
     body = [_header(name, data), _keys(data), *(card(f) for f in drawn if f is not None)]
-    body += [pipeline_card(pipeline_text(data)), _list("Runner-ups", data.get("candidates") or []), _why(data)]
+    body += [
+        pipeline_card(pipeline_text(data)),
+        _list("Runner-ups", data.get("candidates") or [], data["job"]["model"]["layers"]),
+        _why(data),
+    ]
     return write_page(path, f"{name}: plan", "\n".join(body))
 
 
@@ -144,16 +148,17 @@ def _hover(point: Data, by: str, unit: str) -> str:
     return f"<b>{esc(point['layout'])}</b><br>{took}<br>{point[by]:,.0f} {unit}, {point['energy_kwh']:,.0f} kWh"
 
 
-def _list(title: str, rows: list[Data]) -> str:
+def _list(title: str, rows: list[Data], layers: int) -> str:
     if not rows:
         return ""
     lines = "".join(
-        f'<tr><td class="any">{esc(r["layout"])}, microbatch {r["microbatch"]}, recompute {esc(r["recompute"])}</td>'
-        f'<td class="n">{r["effective_step_time_s"]:.4g}</td><td class="n">{r["peak_memory_gib"]:.1f}</td>'
+        f'<tr><td class="any">{esc(r["layout"])}, microbatch {r["microbatch"]}, '
+        f"recompute {esc(blocks_text(r['recompute'], layers))}</td>"
+        f'<td class="n">{seconds(r["step_time_s"])}</td><td class="n">{r["peak_memory_gib"]:.1f}</td>'
         f'<td style="min-width:16rem;white-space:normal">{esc(r["lacks"])}</td></tr>'
         for r in rows
     )
-    head = '<th>layout</th><th class="n">s a step</th><th class="n">GiB</th><th>disadvantage</th>'
+    head = '<th>layout</th><th class="n">step</th><th class="n">GiB</th><th>disadvantage</th>'
     return section(title, f'<div class="scroll"><table class="list"><tr>{head}</tr>{lines}</table></div>')
 
 

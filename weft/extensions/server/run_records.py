@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.job.schema import Job
 from weft.planner.model.counts import flops_per_sample
-from weft.planner.model.reference_rate import peak_flops
+from weft.planner.model.reference_rate import mfu_peak_flops
 from weft.planner.plan import Plan
 from weft.training.due import Calendar
 from weft.training.metrics import unit_of_targets
@@ -68,7 +68,7 @@ class RunRecords:
     def step(self, number: int, loss: float, count: int, norm: float, lr: float, tokens: int, seconds: float,
              bytes_: int, **more: Any) -> None:  # fmt: skip
         """Write the record of a step."""
-        sample, peak = flops_per_sample(self.job.model, self.job.data.seq_len), peak_flops(self.plan, self.job)
+        sample, peak = flops_per_sample(self.job.model, self.job.data.seq_len), mfu_peak_flops(self.plan, self.job)
         flops = sample * self.job.train.global_batch if sample else None
         sent, self.recorded_bytes = bytes_ - self.recorded_bytes, bytes_
         self.last = {

@@ -80,4 +80,6 @@ def pipeline_text(data: dict[str, Any]) -> str:
     shown = (
         plan.schedule if count == plan.accumulation else f"{plan.schedule}, {count} of {plan.accumulation} microbatches"
     )
-    return json.dumps({"schedule": shown, "simulated": {"spans": spans, "length": line.length, "bubble": line.bubble}})
+    least = min(line.idle) / line.length if line.length else 0.0
+    simulated = {"spans": spans, "length": line.length, "bubble": line.bubble, "bubble_of_busiest": least}
+    return json.dumps({"schedule": shown, "simulated": simulated, "planned": True})

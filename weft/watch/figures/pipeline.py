@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from weft.planner.advice.why import TIME_WORDS
 from weft.planner.schedules.gantt import STYLES, gantt_svg
 from weft.planner.schedules.simulate import Span, Timeline
 from weft.watch.figures.figure import number
@@ -49,7 +50,8 @@ def pipeline_card(text: str) -> str:
         )
         for panel in panels
     )  # fmt: skip
-    sentences = [f"Schedule {raw.get('schedule') or 'pipeline'}.", _bubbles(panels)]
+    least = number((raw.get("simulated") or {}).get("bubble_of_busiest")) if raw.get("planned") else None
+    sentences = [f"Schedule {raw.get('schedule') or 'pipeline'}.", _bubbles(panels, least)]
     caption = " ".join(sentences + [note for panel in panels for note in panel.notes])
     return section(TITLE, f'<p class="caption">{esc(caption)}</p><div id="pipeline">{charts}</div>')
 
@@ -78,10 +80,15 @@ def _panel(name: str, raw: Any) -> Panel | None:
     return Panel(name if step is None else f"{name}, step {step:,.0f}", line, notes)
 
 
-def _bubbles(panels: list[Panel]) -> str:
+def _bubbles(panels: list[Panel], least: float | None) -> str:
     bubble = {p.name.partition(",")[0]: f"{p.line.bubble:.1%}" for p in panels}
     if len(panels) == 2:
         return f"The ranks waited {bubble['measured']} of the step; the simulator expected {bubble['simulated']}."
     if "measured" in bubble:
         return f"The ranks waited {bubble['measured']} of the step."
+    if least is not None:
+        return (
+            f"The ranks are idle {bubble['simulated']} of this time line (the bubble), and the busiest {least:.1%}. "
+            f"Only the latter makes the step longer: it is the time of {TIME_WORDS['pp_bubble']}."
+        )
     return f"The simulator expects the ranks to wait {bubble['simulated']} of the step; no step was recorded."
