@@ -1,4 +1,4 @@
-"""Draws the moving pictures of the course, and writes its list of lessons in both languages: python docs/make_course.py"""
+"""Draws the moving pictures of the course, and writes its list of lessons: python docs/make_course.py"""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ COLOURS = ("", "#cfe3f5", "#8fc1ea", "#4a97d3", "#009e73")
 _STYLE = """
 .moves text{font:14px system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif}
 .moves .bg{fill:#ffffff}.moves .ink{fill:#1c1e21}.moves .soft{fill:#5c636b}.moves .box{fill:#f4f5f6;stroke:#9aa0a6}
-.moves .way{stroke:#c9ccd0;stroke-width:2;fill:none}.moves .name{font-weight:600}.moves .on{fill:#14171a;text-anchor:middle}
+.moves .way{stroke:#c9ccd0;stroke-width:2;fill:none}.moves .name{font-weight:600}
+.moves .on{fill:#14171a;text-anchor:middle}
 @media (prefers-color-scheme:dark){
 .moves .bg{fill:#1c1f24}.moves .ink{fill:#e8eaed}.moves .soft{fill:#a3abb3}.moves .box{fill:#262b31;stroke:#6b737c}
 .moves .way{stroke:#565d66}}
@@ -28,7 +29,7 @@ _STYLE = """
 
 
 def ring_frames() -> list[list[list[int]]]:
-    """How many ranks' values each shard of each rank sums up, at the start and after every step of a ring all-reduce."""
+    """Of how many ranks each shard of each rank is the sum, at the start and after every step of a ring all-reduce."""
     n = RANKS
     counts = [[1] * n for _ in range(n)]
     frames = [counts]
@@ -121,9 +122,11 @@ def pipeline_svg() -> str:
     moving = [
         "<style>@media (prefers-reduced-motion:reduce){.done{clip-path:none}.now{display:none}}</style>",
         f'<clipPath id="past"><rect x="{left}" y="0" width="{right - left}" height="400">'
-        f'<animate attributeName="width" values="0;{right - left};{right - left}" keyTimes="0;0.8;1" {duration}/></rect></clipPath>',
+        f'<animate attributeName="width" values="0;{right - left};{right - left}" keyTimes="0;0.8;1" {duration}/>'
+        "</rect></clipPath>",
         '<g class="done" clip-path="url(#past)">', *rows, "</g>",
-        f'<line class="now" x1="{left}" x2="{left}" y1="{top - 4}" y2="{bottom}" stroke="#d55e00" stroke-width="2" opacity="0">'
+        f'<line class="now" x1="{left}" x2="{left}" y1="{top - 4}" y2="{bottom}" stroke="#d55e00" stroke-width="2" '
+        'opacity="0">'
         f'<animate attributeName="opacity" values="1;1;0;0" keyTimes="0;0.8;0.81;1" {duration}/>'
         f'<animateTransform attributeName="transform" type="translate" values="0 0;{right - left} 0;{right - left} 0" '
         f'keyTimes="0;0.8;1" {duration}/></line>',
@@ -145,7 +148,9 @@ def page(text: str, folder: Path, link: str) -> str:
         heading = (folder / f"{name}.md").read_text(encoding="utf-8").split("\n", 1)[0]
         number, title = heading.removeprefix("# ").split(". ", 1)
         rows.append(f"| {number} | [{title}]({link}{name}.md) | `weft lesson {name}` |")
-    return re.sub(r"(<!-- lessons -->\n).*?(<!-- end -->)", lambda m: m[1] + "\n".join(rows) + f"\n{m[2]}", text, flags=re.DOTALL)
+    return re.sub(
+        r"(<!-- lessons -->\n).*?(<!-- end -->)", lambda m: m[1] + "\n".join(rows) + f"\n{m[2]}", text, flags=re.DOTALL
+    )
 
 
 LESSONS = HERE.parent / "lessons"

@@ -1,11 +1,11 @@
 """Choosing a layout by hand: memory and time of every way to spread a model. The text is in choosing_a_layout.md.
 
-    weft lesson choosing_a_layout
+weft lesson choosing_a_layout
 """
 
 from dataclasses import dataclass
 
-from weft.cli.lessons.output import say, show, t
+from weft.cli.lessons.output import say, show
 
 GIB = 2**30
 
@@ -62,7 +62,7 @@ def memory(layout: Layout) -> float:
 
 
 def seconds(layout: Layout) -> float:
-    """Seconds of a step: computing, stretched by the bubble of the pipeline, and the exchanges, as if nothing hid them."""
+    """Seconds of a step: computing, stretched by the bubble, and the exchanges, as if nothing hid them."""
     dp, tp, pp, m = layout.dp, layout.tp, layout.pp, BATCH // layout.dp
     compute = 6 * MODEL.weights * BATCH * LENGTH / (MACHINE.devices * MACHINE.flops * MACHINE.efficiency)
     compute *= (m + pp - 1) / m

@@ -63,7 +63,10 @@ def recipes(as_json: AsJson = False) -> None:
 def lesson(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Name of a lesson. Default: list all.")] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Check your answers in exercises/NAME.py; writes the exercise if it is not there.")
+        bool,
+        typer.Option(
+            "--check", help="Check your answers in exercises/NAME.py; writes the exercise if it is not there."
+        ),
     ] = False,
     lang: Annotated[
         str | None, typer.Option("--lang", metavar="en|zh", help="Language. Default: that of the locale.")

@@ -18,9 +18,10 @@ TIME_LIMIT_S = 60.0
 
 
 def check_lesson(name: str) -> tuple[bool, list[str]]:
-    """Whether all answers of exercises/NAME.py are right, and what to tell the learner. Writes the file if there is none.
+    """Whether all answers of exercises/NAME.py are right, and what to tell the learner.
 
-    The answers run in a process of their own, which is ended after TIME_LIMIT_S.
+    If there is no such file, the exercise is written there. The answers run in a process of their own, which is ended
+    after TIME_LIMIT_S.
     """
     file = Path("exercises") / f"{name}.py"
     if not file.exists():
@@ -34,7 +35,9 @@ def check_lesson(name: str) -> tuple[bool, list[str]]:
             command, check=False, capture_output=True, encoding="utf-8", env=environment, timeout=TIME_LIMIT_S
         )
     except subprocess.TimeoutExpired:
-        text = t("{file} ran for more than {limit:.0f} s; look for a loop that does not end.", file=file, limit=TIME_LIMIT_S)
+        text = t(
+            "{file} ran for more than {limit:.0f} s; look for a loop that does not end.", file=file, limit=TIME_LIMIT_S
+        )
         return False, [text]
     lines = ended.stdout.splitlines() or ended.stderr.splitlines()[-1:]
     return ended.returncode == 0, lines

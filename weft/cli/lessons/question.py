@@ -29,7 +29,9 @@ class Question:
             if result is ...:
                 return f"{t('replace the ... by your answer.')} {t(self.hint)}"
             if not same(result, right):
-                text = t("{call} gives {result}; {right} is right.", call=call, result=_short(result), right=_short(right))
+                text = t(
+                    "{call} gives {result}; {right} is right.", call=call, result=_short(result), right=_short(right)
+                )
                 return f"{text} {t(self.hint)}"
         return None
 
