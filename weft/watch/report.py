@@ -22,6 +22,7 @@ from weft.watch.figures.steps import figures, predictions
 from weft.watch.html_page import card, esc, section, write_page
 from weft.watch.journal import read_jsonl, read_metrics, to_plain
 from weft.watch.report_summary import Status, describe_layout, key_figures, measured, started, status_of
+from weft.watch.secret_values import shown_job
 
 HEAD_EVENTS, TAIL_EVENTS = 40, 160
 
@@ -45,7 +46,7 @@ def write_report(run: RunDir) -> Path:
             _mesh(plan),
             _slices(_json(run.slices)),
             _events(events),
-            _source(job, plan),
+            _source(shown_job(job), plan),
         ]
     )
     return write_page(run.report, name, body)
