@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from svg_style import begin_svg
+
 from weft.comm.algorithms import ring_places
 from weft.comm.compression import adaptive
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from svg_style import begin_svg
+
 from weft.planner.time.context import chunks_of, sees
 
 HERE = Path(__file__).parent

@@ -62,7 +62,9 @@ def experts_svg(title: str) -> str:
                 out.append(f'<text class="soft" x="{x}" y="{top + 15}">{name}</text>' if name else "")
                 for i, (of, token, e) in enumerate(uses):
                     left = begin + i * (CELL + 3)
-                    out.append(f'<rect x="{left}" y="{top}" width="{CELL}" height="{CELL}" rx="3" fill="{COLOURS[e]}"/>')
+                    out.append(
+                        f'<rect x="{left}" y="{top}" width="{CELL}" height="{CELL}" rx="3" fill="{COLOURS[e]}"/>'
+                    )
                     out.append(
                         f'<text x="{left + CELL / 2:g}" y="{top + 15}" text-anchor="middle" fill="#14171a" '
                         f'font-size="11">{"ab"[of]}{token}</text>'

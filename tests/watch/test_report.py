@@ -115,7 +115,9 @@ def test_events_have_names_units_and_few_digits(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     with Journal(run) as journal:
         journal.event("checkpoint", step=20, path="checkpoints/step-20", seconds=0.6412345678901234, bytes=3584894)
-        journal.event("fault", step=7, fault="slow_rank", why="rank 2 is slow", detected_after_s=None, ratio=1.613000001)
+        journal.event(
+            "fault", step=7, fault="slow_rank", why="rank 2 is slow", detected_after_s=None, ratio=1.613000001
+        )
         predicted = {"memory_gib": 0.35736841186881063, "gathered_gib": 0.0001533031463623047}
         journal.event("done", step=20, steps_done=20, seconds=292.25467252731323, predicted=predicted, measured={})
     run.plan.write_text(json.dumps({"predicted": predicted}))

@@ -15,6 +15,7 @@ def test_only_secrets_are_replaced() -> None:
 
 
 def test_fields_without_a_value_are_not_shown() -> None:
-    text = "name: 李白\nmodel:\n  lora: null\n  class_token: null\n  tables: []\n  tied: false\ncluster: {network: null}\nseed: 0\n"
+    unset = "  lora: null\n  class_token: null\n  tables: []\n"
+    text = f"name: 李白\nmodel:\n{unset}  tied: false\ncluster: {{network: null}}\nseed: 0\n"
     assert shown_job(text) == "name: 李白\nmodel:\n  tied: false\nseed: 0\n"
     assert shown_job("name: [") == "name: [", "a damaged file is shown as it is"

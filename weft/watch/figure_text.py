@@ -34,8 +34,8 @@ NAMES = {
 }
 """Other keys are their own names, without the unit and with spaces."""
 _UNITS = {
-    "gib": "GiB", "mib": "MiB", "s": "s", "seconds": "s", "ms": "ms", "w": "W", "c": "°C", "kwh": "kWh", "j": "J", "g": "g",
-    "usd": "USD",
+    "gib": "GiB", "mib": "MiB", "s": "s", "seconds": "s", "ms": "ms", "w": "W", "c": "°C", "kwh": "kWh", "j": "J",
+    "g": "g", "usd": "USD",
 }  # fmt: skip
 _BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB")
 _SIZES = {"bytes": 0, "mib": 2, "gib": 3}
@@ -82,7 +82,9 @@ def _detail(key: str, value: Any) -> str:
     if value is None or value == "" or value == [] or value == {}:
         return ""
     if isinstance(value, dict):
-        return f"{name_of(key)}: " + ", ".join(text for k, v in list(value.items())[:MAX_DETAILS] if (text := _detail(k, v)))
+        return f"{name_of(key)}: " + ", ".join(
+            text for k, v in list(value.items())[:MAX_DETAILS] if (text := _detail(k, v))
+        )
     if isinstance(value, list):
         more = ", …" if len(value) > MAX_DETAILS else ""
         return f"{name_of(key)} " + ", ".join(_plain(key, v) for v in value[:MAX_DETAILS]) + more

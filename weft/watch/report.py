@@ -96,7 +96,8 @@ def _predicted(records: Sequence[Record], plan: Record) -> str:
         ratio = f"{value / expected:.2f}×" if value is not None and expected else "–"
         rows.append(
             f'<tr><td class="any">{esc(name_of(key))}</td><td class="n">{esc(figure_text(key, expected))}</td>'
-            f'<td class="n">{"–" if value is None else esc(figure_text(key, value))}</td><td class="n">{ratio}</td></tr>'
+            f'<td class="n">{"–" if value is None else esc(figure_text(key, value))}</td>'
+            f'<td class="n">{ratio}</td></tr>'
         )
     if not rows:
         return ""

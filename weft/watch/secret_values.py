@@ -28,7 +28,9 @@ def shown_job(text: str) -> str:
         raw = safe_load(hidden)
     except (yaml.YAMLError, ValueError, RecursionError, TypeError, AttributeError):
         return hidden
-    return yaml.safe_dump(_set(raw), sort_keys=False, allow_unicode=True, width=100) if isinstance(raw, dict) else hidden
+    return (
+        yaml.safe_dump(_set(raw), sort_keys=False, allow_unicode=True, width=100) if isinstance(raw, dict) else hidden
+    )
 
 
 def _set(value: Any) -> Any:

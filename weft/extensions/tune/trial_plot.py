@@ -27,7 +27,9 @@ def draw_trials(trials: Sequence[Trial], space: Sequence[Dimension]) -> str:
     panels = [_panel(shown, dimension, i * WIDTH) for i, dimension in enumerate(space)]
     width = WIDTH * len(space)
     size = f'width="{width}" height="{HEIGHT}" viewBox="0 0 {width} {HEIGHT}"'
-    legend = '<circle class="b" cx="16" cy="16" r="5"/><text class="s" x="26" y="20">the best; larger: trained longer</text>'
+    legend = (
+        '<circle class="b" cx="16" cy="16" r="5"/><text class="s" x="26" y="20">the best; larger: trained longer</text>'
+    )
     page = '<rect class="p" width="100%" height="100%"/>'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}><title>Loss of the trials</title><style>{STYLE}</style>'
     return f"{head}{page}{legend}{''.join(panels)}</svg>\n"

@@ -93,7 +93,7 @@ def _wrapped(words: Sequence[str], width: int) -> list[str]:
 
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _ROW, _GAP = 960, 66, 16, 44, 30, 5
-_BLOCK, _BREAK = 20, 26
+_BLOCK, _BREAK = 24, 26
 """Width of a typical action of a step too long to be drawn whole, and of the gap where a part of it is left out."""
 _STYLE = """
 .gantt text{font:13px system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif}
@@ -163,7 +163,7 @@ def gantt_svg(timeline: Timeline, title: str, until: float | None = None, unit: 
             wide = part.at(timeline.length) - part.x
             out.append(f'<rect class="track" x="{part.x:g}" y="{y}" width="{wide:.2f}" height="{_ROW}"/>')
             for span in spans:
-                if span.end > part.start and span.start < part.end or len(stretches) == 1:
+                if (span.end > part.start and span.start < part.end) or len(stretches) == 1:
                     x = part.at(span.start)
                     out.append(_block(span, stages, x, y, part.at(span.end) - x))
     for part in stretches[1:]:

@@ -14,8 +14,9 @@ Record = dict[str, Any]
 class Figure:
     """What figures.js draws, or a sentence if there is nothing to draw.
 
-    `data` holds traces: `scatter` (mode lines, markers or both), `bar`, or one `heatmap`. Their keys and those of `layout`
-    are plotly's, as far as figures.js reads them; a colour such as @blue is the page's. `hovertext` is plain text.
+    `data` holds traces: `scatter` (mode lines, markers or both), `bar`, or one `heatmap`. Their keys and those of
+    `layout` are plotly's, as far as figures.js reads them; a colour such as @blue is the page's. `hovertext` is plain
+    text.
     """
 
     id: str

@@ -233,4 +233,3 @@ def _describe(tensor: SlicedTensor, numbers: dict[tuple[Range, ...], int]) -> li
 
 def _short(name: str) -> str:
     return name if len(name) <= MAX_LABEL else "…" + name[-MAX_LABEL + 1 :]
-

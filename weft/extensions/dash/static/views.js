@@ -117,7 +117,7 @@ function bubbleOf({ spans, bubble }) {
 }
 
 // One row a rank; a step of many microbatches is as wide as its numbers need, and scrolls.
-const MAX_WIDTH = 16000, BLOCK = 22, NAMES = 52;
+const MAX_WIDTH = 16000, BLOCK = 26, NAMES = 52;
 function gantt(spans) {
   const length = Math.max(...spans.map((s) => s[5])) || 1, ranks = Math.max(...spans.map((s) => s[0])) + 1, height = 22;
   const times = spans.filter((s) => "FBIW".includes(s[1])).map((s) => s[5] - s[4]).sort((a, b) => a - b), typical = times[times.length >> 1] || length;
