@@ -293,7 +293,6 @@ def _command(args: list[str], folder: Path) -> None:
         "weft.cli.views.prove.prove": [], "weft.extensions.chaos.view.run_and_show": 0,
         "weft.measure.collectives.run_and_show": None, "weft.measure.calibrate.run_and_show": None,
         "subprocess.run": mock.Mock(returncode=0), "signal.signal": None, "atexit.register": None,
-        "plotly.offline.get_plotlyjs": "",
     }  # fmt: skip
     patches: list[Any] = [mock.patch(name, return_value=value) for name, value in results.items()]
     patches.append(mock.patch("weft.measure.step_profile.bench_step", side_effect=_fail_to_profile))
@@ -406,7 +405,7 @@ def side_files(rng: random.Random, folder: Path) -> None:
         damage(rng, rng.choice(sorted(p for p in bad.iterdir() if p.is_file())))
 
     def use() -> None:
-        with contextlib.suppress(WeftError), mock.patch("plotly.offline.get_plotlyjs", return_value=""):
+        with contextlib.suppress(WeftError):
             write_report(RunDir(bad))
         read_history(bad.parent, "cpu", load_calibration("weft"))
         newest(RunDir(bad))

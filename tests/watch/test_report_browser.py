@@ -49,7 +49,7 @@ class Dom(HTMLParser):
         elif "plot" in classes and tag == "div" and found.get("id"):
             self._plot = found["id"] or ""
             self.plots[self._plot] = 0
-        elif "main-svg" in classes and self._plot:
+        elif tag == "svg" and self._plot:
             self.plots[self._plot] += 1
 
 
@@ -80,7 +80,7 @@ PROBE = """<script>
   HTMLAnchorElement.prototype.click = function () { said.file = this.download; };
   document.querySelector("button[data-figure]").click();
   said.data = JSON.parse(await blob.text());
-  said.tick = getComputedStyle(document.querySelector(".plot .xtick text")).fill;
+  said.tick = getComputedStyle(document.querySelector(".plot .note, .plot .heading")).fill;
   said.wide = document.documentElement.scrollWidth > window.innerWidth;
   document.body.dataset.said = JSON.stringify(said);
 })();

@@ -85,17 +85,15 @@ def memory_figure(data: Data) -> Figure | None:
     traces: list[Data] = [
         {"type": "bar", "name": LABELS.get(part, part), "x": names, "y": [s.get(part, 0.0) for s in shown],
          "marker": {"color": COLOURS[i % len(COLOURS)]},
-         "hovertemplate": "%{x}: %{y:.2f} GiB<extra>%{fullData.name}</extra>"}
+         "hovertext": [f"{LABELS.get(part, part)}: {s.get(part, 0.0):.2f} GiB" for s in shown]}
         for i, part in enumerate(parts)
     ]  # fmt: skip
     limit = estimate["memory_limit_gib"]
     layout = {
         "barmode": "stack", "showlegend": True, "yaxis": {"title": {"text": "GiB"}, "rangemode": "tozero"},
-        "bargap": 0.25 if len(names) > 1 else 0.8,
         "shapes": [{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": limit, "y1": limit,
                     "line": {"color": "@text", "width": 2, "dash": "dash"}}],
-        "annotations": [{"text": f"{data['device_name']}: {limit:.1f} GiB", "xref": "paper", "x": 1, "xanchor": "right",
-                         "y": limit, "yanchor": "bottom", "showarrow": False}],
+        "annotations": [{"text": f"{data['device_name']}: {limit:.1f} GiB", "y": limit}],
     }  # fmt: skip
     more = f"The first {MAX_STAGES} of {len(stages)} stages." if len(stages) > MAX_STAGES else ""
     return Figure("memory", "Memory of one rank", more, traces, layout, height=340)
@@ -110,7 +108,7 @@ def time_figure(data: Data) -> Figure | None:
     traces: list[Data] = [
         {"type": "bar", "orientation": "h", "name": LABELS.get(k, k), "x": [v], "y": ["a step"],
          "marker": {"color": COLOURS[i % len(COLOURS)]}, "text": [f"{100 * v / estimate['step_time_s']:.0f} %"],
-         "textposition": "inside", "hovertemplate": "%{x:.4g} s<extra>%{fullData.name}</extra>"}
+         "hovertext": [f"{LABELS.get(k, k)}: {v:.4g} s"]}
         for i, (v, k) in enumerate(parts)
     ]  # fmt: skip
     layout = {"barmode": "stack", "showlegend": True, "xaxis": {"title": {"text": "seconds that nothing hides"}}}
@@ -132,8 +130,7 @@ def front_figure(data: Data) -> Figure | None:
             {"type": "scatter", "mode": "markers", "name": f"{world} ranks",
              "x": [p["effective_step_time_s"] for p in some], "y": [p["peak_memory_gib"] for p in some],
              "marker": {"color": COLOURS[i], "size": [8 + 16 * p[by] / most for p in some], "opacity": 0.8},
-             "hovertext": [_hover(p, by, unit) for p in some],
-             "hoverinfo": "text"}
+             "hovertext": [_hover(p, by, unit) for p in some]}
         )  # fmt: skip
     layout = {
         "showlegend": True, "xaxis": {"title": {"text": "seconds a step, failures counted in"}},
@@ -145,7 +142,7 @@ def front_figure(data: Data) -> Figure | None:
 
 def _hover(point: Data, by: str, unit: str) -> str:
     took = f"{point['effective_step_time_s']:.4g} s, {point['peak_memory_gib']:.1f} GiB"
-    return f"<b>{esc(point['layout'])}</b><br>{took}<br>{point[by]:,.0f} {unit}, {point['energy_kwh']:,.0f} kWh"
+    return f"{point['layout']}\n{took}\n{point[by]:,.0f} {unit}, {point['energy_kwh']:,.0f} kWh"
 
 
 def _list(title: str, rows: list[Data], layers: int) -> str:

@@ -96,7 +96,15 @@ def test_a_missing_bubble_is_computed() -> None:
 def test_a_long_step_on_many_ranks_stays_readable() -> None:
     caption, _ = charts({"simulated": line("1f1b", 80, 100, 0.0)})
     assert "The first 64 of 80 ranks are shown." in caption
-    assert "12,800 actions the first 12,000 are shown." in caption
+    assert "12,800 actions, those of its begin, middle and end are drawn." in caption
+
+
+def test_a_step_of_many_microbatches_is_drawn_in_three_stretches_with_numbers() -> None:
+    _, drawn = charts({"simulated": line("1f1b", 4, 128, 0.0)})
+    numbers = {int(n) for n in re.findall(r'class="on"[^>]*>(\d+)<', drawn)}
+    assert {0, 1, 2} <= numbers and {63, 64} & numbers and max(numbers) < 128
+    wide = [float(w) for w in re.findall(r'<g><title>forward[^/]*</title><rect[^>]* width="([\d.]+)"', drawn)]
+    assert sum(w > 8 for w in wide) > 0.8 * len(wide) and len(wide) < 128
 
 
 @pytest.mark.parametrize(
