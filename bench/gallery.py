@@ -3,8 +3,8 @@
     python bench/gallery.py --data FOLDER [--only mnist-cnn] [--commit HASH] [--out bench/gallery.json]
 
 FOLDER has the original files of MNIST in `mnist/` and those of MovieLens-100k, or of the package `recbole`, in
-`movielens/`. Each run is started as a reader would start it, in an empty folder. The file gets its command, plan, curves,
-time, energy and machine; `docs/make_gallery.py` draws the page. Runs of other names stay as they are in the file.
+`movielens/`. Each run is started as a reader would start it, in an empty folder. The file gets its command, plan,
+curves, time, energy and machine; `docs/make_gallery.py` draws the page. Other entries of the file stay as they are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ POINTS = 60
 """Points of a curve of the training loss: means over equal parts of the run."""
 TRANSLATION = (
     "data.source=pairs data.tokenizer=pairs/tokenizer.json data.seq_len=16 train.steps=1000 train.eval_every=100 "
-    "train.metrics=[accuracy,perplexity] train.label_smoothing=0 model.dim=64 model.ffn=256 model.dropout=0 optim.lr=3e-3"
+    "train.metrics=[accuracy,perplexity] "
+    "train.label_smoothing=0 model.dim=64 model.ffn=256 model.dropout=0 optim.lr=3e-3"
 )
 
 
@@ -50,7 +51,9 @@ ENTRIES = {
     "stories-lora": Entry("stories-lora", "val_loss"),
     "stories-full": Entry("stories-full", "val_loss"),
     "movielens": Entry("movielens data.source=data/movielens --nproc 2", "val_hit_rate"),
-    "translation": Entry(f"translation {TRANSLATION} --nproc 2", "val_accuracy", before="translation.py --corpus pairs"),
+    "translation": Entry(
+        f"translation {TRANSLATION} --nproc 2", "val_accuracy", before="translation.py --corpus pairs"
+    ),
 }
 
 

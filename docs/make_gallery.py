@@ -1,4 +1,4 @@
-"""Writes the runs of docs/gallery.md and their curves from what bench/gallery.py measured: python docs/make_gallery.py"""
+"""Writes docs/gallery.md and its curves from what bench/gallery.py measured: python docs/make_gallery.py"""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ Curve = list[tuple[int, float]]
 WORDS = {
     "en": ("result", "layout", "memory a rank, predicted and measured", "time from the command to its end", "energy",
            "machine", "measured", "estimated", "cores", "commit"),
-    "zh": ("结果", "并行布局", "每个 rank 的内存（预测 / 实测）", "从命令开始到结束的时间", "能耗", "机器", "实测", "估算", "核", "提交"),
+    "zh": ("结果", "并行布局", "每个 rank 的内存（预测 / 实测）", "从命令开始到结束的时间", "能耗",
+           "机器", "实测", "估算", "核", "提交"),
 }  # fmt: skip
 
 

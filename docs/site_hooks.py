@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
 LINK = re.compile(r"(\]\()((?:\.\./)+)([^)\s]*)(\))")
+CHINESE_BREAK = re.compile(r"(?<=[\u3001-\u9fff\uff00-\uffef])\n *(?=[\u3400-\u9fff])")
+"""A line break between Chinese characters, which a browser would show as a space."""
 COMMANDS = "<!-- the commands of weft -->"
 
 
@@ -25,8 +28,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         kind = "tree" if (ROOT / path).is_dir() else "blob"
         return f"{link[1]}{REPOSITORY}/{kind}/main/{link[3]}{link[4]}"
 
-    text = LINK.sub(outside, markdown)
+    text = CHINESE_BREAK.sub("", LINK.sub(outside, markdown))
     return text.replace(COMMANDS, commands()) if COMMANDS in text else text
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """The switch of languages asks for a map of the site beside each page."""
+    folder = Path(config.site_dir)
+    for beside in {page.parent for page in folder.rglob("*.html")} - {folder}:
+        shutil.copyfile(folder / "sitemap.xml", beside / "sitemap.xml")
 
 
 def commands() -> str:

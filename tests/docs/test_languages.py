@@ -19,7 +19,7 @@ PAIRS = [
 
 
 def outline(path: Path) -> tuple[list[int], list[tuple[str, str]], Counter[str], Counter[str], Counter[str]]:
-    """Levels of headings, fenced blocks, markers and generated runs, targets of links, and figures of a page's prose."""
+    """Levels of headings, fenced blocks, comments, targets of links, and figures of the prose."""
     text = path.read_text(encoding="utf-8")
     markers = Counter(re.findall(r"<!-- .*? -->", text))
     text = GENERATED.sub("", text)
