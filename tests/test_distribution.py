@@ -158,7 +158,7 @@ def test_the_wheel_of_the_source_archive_is_the_same(archives: dict[str, Path], 
 def test_the_extra_all_has_every_extra_but_those_of_developers() -> None:
     extras = PROJECT["optional-dependencies"]
     (everything,) = extras["all"]
-    assert everything == f"weft[{','.join(sorted(extras.keys() - {'all', 'dev'}))}]"
+    assert everything == f"weft[{','.join(sorted(extras.keys() - {'all', 'dev', 'site'}))}]"
 
 
 def test_the_version_is_that_of_the_changelog_and_the_citation() -> None:
