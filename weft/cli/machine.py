@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.common import AsJson, clean_up_on_interrupt, print_json
+from weft.cli.common import AsJson, clean_up_on_interrupt, print_json, print_result
 
 
 def doctor(
@@ -33,7 +33,7 @@ def doctor(
         raise JobError(f"{overrides[0]!r} is a setting of a target: give --on TARGET")
     else:
         checks = diagnose()
-    print(to_json(checks) if as_json else show(checks))
+    print_result(to_json(checks) if as_json else show(checks))
     raise typer.Exit(Exit.MACHINE if worst(checks) == "fail" else Exit.DONE)
 
 
