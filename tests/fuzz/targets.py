@@ -291,7 +291,7 @@ def _command(args: list[str], folder: Path) -> None:
         "weft.launch.train.start": Exit.DONE, "weft.launch.train.join": Exit.DONE,
         "weft.launch.node.start_node": Exit.DONE,
         "weft.cli.views.prove.prove": [], "weft.extensions.chaos.view.run_and_show": 0,
-        "weft.measure.collectives.run_and_show": None, "weft.measure.calibrate.run_and_show": None,
+        "weft.measure.collectives.measure_collectives": None,
         "subprocess.run": mock.Mock(returncode=0), "signal.signal": None, "atexit.register": None,
     }  # fmt: skip
     patches: list[Any] = [mock.patch(name, return_value=value) for name, value in results.items()]

@@ -77,9 +77,19 @@ def flush_or_discard(stream: Any) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def print_result(text: str) -> None:
+    """Print on stdout. With --json other prints go to stderr, so that stdout holds JSON alone."""
+    print(text, file=getattr(sys.stdout, "results", None))
+
+
 def print_json(value: Any) -> None:
-    """Print a result as JSON on stdout, in UTF-8 as it is written elsewhere."""
-    print(json.dumps(value, indent=2, default=str, ensure_ascii=False))
+    """Print a result as JSON on stdout."""
+    print_result(json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """A result as JSON; characters stand for themselves, as they are written elsewhere."""
+    return json.dumps(value, indent=2, default=str, ensure_ascii=False)
 
 
 def clean_up_on_interrupt() -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.common import AsJson, clean_up_on_interrupt, print_json
+from weft.cli.common import AsJson, clean_up_on_interrupt, print_json, print_result
 from weft.cli.terminal import fit, markdown, paint, text_width
 
 MARK_STYLES = {"✓ ": "green", "! ": "bold yellow", "✗ ": "bold red"}
@@ -37,7 +37,7 @@ def doctor(
         raise JobError(f"{overrides[0]!r} is a setting of a target: give --on TARGET")
     else:
         checks = diagnose()
-    print(to_json(checks) if as_json else "\n".join(map(_mark_coloured, fit(show(checks), text_width()).split("\n"))))
+    print_result(to_json(checks) if as_json else "\n".join(map(_mark_coloured, fit(show(checks), text_width()).split("\n"))))
     raise typer.Exit(Exit.MACHINE if worst(checks) == "fail" else Exit.DONE)
 
 

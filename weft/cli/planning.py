@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.common import AsJson, JobArg, Nproc, Overrides, clean_up_on_interrupt, print_json, print_stderr
+from weft.cli.common import (
+    AsJson,
+    JobArg,
+    Nproc,
+    Overrides,
+    clean_up_on_interrupt,
+    print_json,
+    print_result,
+    print_stderr,
+)
 
 
 def plan(
@@ -95,7 +104,7 @@ def estimate(
     """Estimate memory, time and cost of a job. With --table, score the estimates against published runs."""
     from weft.cli.views.estimate import run_and_show
 
-    print(run_and_show(job, overrides or [], table, stack, fit, nproc, as_json))
+    print_result(run_and_show(job, overrides or [], table, stack, fit, nproc, as_json))
 
 
 def dryrun(
@@ -123,7 +132,9 @@ def calibrate(
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine for later estimates. Writes hardware/NAME.json, which they use."""
-    from weft.measure.calibrate import run_and_show
+    from weft.measure.calibrate import measure, show
 
     clean_up_on_interrupt()
-    run_and_show(quick, as_json)
+    measured = measure(quick, lambda text: print_stderr(f"measuring {text} …"))
+    path = measured.write()
+    print_json({"path": str(path), **measured.to_json()}) if as_json else print(show(measured, path))
