@@ -37,7 +37,8 @@ def doctor(
         raise JobError(f"{overrides[0]!r} is a setting of a target: give --on TARGET")
     else:
         checks = diagnose()
-    print_result(to_json(checks) if as_json else "\n".join(map(_mark_coloured, fit(show(checks), text_width()).split("\n"))))
+    lines = fit(show(checks), text_width()).split("\n")
+    print_result(to_json(checks) if as_json else "\n".join(map(_mark_coloured, lines)))
     raise typer.Exit(Exit.MACHINE if worst(checks) == "fail" else Exit.DONE)
 
 

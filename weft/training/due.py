@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.data.dataset import Dataset
-from weft.data.sample_order.epochs import epoch_len
+from weft.data.sample_order import epoch_len
 from weft.job.schema import Job
 from weft.job.train import BatchRamp
 
