@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from weft.comm import mpi
 from weft.comm.agreement import all_gather_json
 from weft.comm.axis import Axis
+from weft.comm.backends import BACKENDS
 from weft.comm.dtensor_internals import flatten_mesh, join_meshes
 from weft.comm.encrypted_gloo import encrypted_store
 from weft.comm.fake_internals import join_fake_group
@@ -29,6 +29,7 @@ from weft.hardware.network import export_interface
 from weft.hardware.rank_environment import rank_info, under_mpi
 from weft.hardware.shared_devices import act_as_own_host, memory_fraction, ranks_per_device, use_many_queues
 from weft.job.errors import MachineError
+from weft.job.import_by_name import find_object
 from weft.planner.plan import Plan
 from weft.wire.tunnel import Tunnel
 
@@ -230,11 +231,12 @@ def connect(
     timeout = datetime.timedelta(seconds=timeout_s)
     if here.local_world < here.world:
         export_interface()
-    if plan.backend == "mpi":
-        if not under_mpi():
-            raise MachineError(f"comm.backend=mpi: start the ranks by mpirun -n {plan.world}, or use comm.backend=gloo")
-        mpi.register()
-    store, (backend, host_backend) = store or rendezvous(timeout), BACKENDS[plan.backend]
+    if plan.backend == "mpi" and not under_mpi():
+        raise MachineError(f"comm.backend=mpi: start the ranks by mpirun -n {plan.world}, or use comm.backend=gloo")
+    entry = BACKENDS[BACKENDS.check(plan.backend)]
+    if entry.register:
+        find_object(entry.register, "comm.backend")()
+    store, backend, host_backend = store or rendezvous(timeout), entry.tensors, entry.values
     if tunnel is not None:
         store = encrypted_store(store or next(dist.rendezvous("env://"))[0], tunnel)
         backend = host_backend = ENCRYPTED
@@ -256,14 +258,6 @@ def connect(
     if plan.backend == "nccl":
         mesh.create_communicators()
     return mesh
-
-
-BACKENDS: dict[str, tuple[str, str]] = {
-    "nccl": ("cpu:gloo,cuda:nccl", "gloo"),
-    "gloo": ("gloo", "gloo"),
-    "mpi": (mpi.NAME, mpi.NAME),
-}
-"""By a plan's backend: its name in torch, and the backend of small values between steps."""
 
 
 def fake_mesh(plan: Plan, rank: int) -> Mesh:

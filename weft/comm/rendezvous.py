@@ -7,9 +7,10 @@ import os
 
 import torch.distributed as dist
 
-from weft.comm import mpi
+from weft.comm.backends import BACKENDS
 from weft.comm.tcp_store import tcp_store
 from weft.hardware.rank_environment import rank_info, under_mpi, whole_number
+from weft.job.import_by_name import find_object
 
 MIN_RENDEZVOUS_TIMEOUT = datetime.timedelta(seconds=300)
 """Ranks wait at least so long for all to start, whatever the timeout of collectives: importing torch may take a minute
@@ -22,7 +23,8 @@ def rendezvous(timeout: datetime.timedelta) -> dist.Store | None:
     if file:
         return dist.FileStore(file, rank_info().world)
     if under_mpi() and "MASTER_ADDR" not in os.environ:
-        return mpi.meet(timeout)
+        store: dist.Store = find_object(BACKENDS[BACKENDS.check("mpi")].meet, "comm.backend")(timeout)
+        return store
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if agent or not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return None

@@ -1,8 +1,12 @@
-"""Runs whose ranks an MPI launcher starts.
+"""Runs whose ranks an MPI launcher starts, and their collectives over mpi4py.
 
-Registers the target `mpi` of `weft launch`.
+Registers the target `mpi` of `weft launch` and the backend `mpi`.
 """
 
+from weft.comm.backends import BACKENDS, BackendKind
 from weft.launch.targets.target_kinds import LAUNCH_TARGETS, TargetKind
 
-LAUNCH_TARGETS.register(TargetKind("mpi", "weft.extensions.mpi.mpi_target:MpiTarget"))
+PACKAGE = __name__
+
+LAUNCH_TARGETS.register(TargetKind("mpi", f"{PACKAGE}.mpi_target:MpiTarget"))
+BACKENDS.register(BackendKind("mpi", "mpi4py", "mpi4py", f"{PACKAGE}.backend:register", f"{PACKAGE}.backend:meet"))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.mpi_work import CombinedWork, MpiWork, engine, mpi
+from weft.extensions.mpi.mpi_work import CombinedWork, MpiWork, engine, mpi
 
 REDUCED_AS: dict[torch.dtype, torch.dtype] = {
     torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.uint8,

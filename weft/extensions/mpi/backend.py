@@ -13,9 +13,9 @@ from typing import Any
 import torch.distributed as dist
 
 from weft.comm.agreement import encode_json
-from weft.comm.mpi_group import NAME, MpiGroup
-from weft.comm.mpi_work import engine, mpi
 from weft.comm.tcp_store import tcp_store
+from weft.extensions.mpi.mpi_group import NAME, MpiGroup
+from weft.extensions.mpi.mpi_work import engine, mpi
 from weft.hardware.network import own_address
 from weft.hardware.rank_environment import rank_info
 from weft.job.errors import MachineError
