@@ -83,6 +83,5 @@ for name, function, help_text in (
     ("bench collectives", "bench:bench_collectives", "Measure this machine."),
     ("bench scaling", "bench:bench_scaling", "Measure this machine."),
     ("bench tiers", "bench:bench_tiers", "Measure this machine."),
-    ("bench power", "bench:bench_power", "Measure this machine."),
 ):
     COMMANDS.register(Command(name, f"weft.cli.{function}", MACHINE, help_text, trains=name.startswith("bench")))
