@@ -108,22 +108,3 @@ def bench_tiers(
     clean_up_on_interrupt()
     found = measure_tiers(disk, mib, seconds)
     print_json(found) if as_json else print(show(found))
-
-
-def bench_power(
-    job: JobArg,
-    overrides: Overrides = None,
-    caps: Annotated[str | None, typer.Option(help="Power caps in watts, such as 700,500,300. Default: five.")] = None,
-    steps: Annotated[int, typer.Option(min=1, max=100_000, help="Number of timed steps under each cap.")] = 20,
-    nproc: Nproc = None,
-    as_json: AsJson = False,
-) -> None:
-    """Measure speed and energy of a job under power caps of its GPUs. Needs root; caps are restored."""
-    from weft.job.load import load_job
-
-    described = load_job(job, overrides or ())
-    from weft.measure.power import bench_power, show
-
-    clean_up_on_interrupt()
-    found = bench_power(described, nproc, caps, steps, print_stderr)
-    print_json(found) if as_json else print(show(found))

@@ -53,7 +53,7 @@ class SectionedHelp(TyperGroup):
 
 def make_app(only: str = "") -> typer.Typer:
     """The command line, or that of one command: its module alone is imported then."""
-    core_command = next((entry for entry in COMMANDS.core() if entry.group == only), None)
+    core_command = next((entry for entry in COMMANDS.core() if entry.name == only), None)
     entries = list(COMMANDS.core() if core_command else COMMANDS)
     groups = {entry.group for entry in entries}
     if only in groups:

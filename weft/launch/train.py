@@ -33,7 +33,7 @@ from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER, launch
 from weft.supervisor.process_manager import run_supervised
 from weft.supervisor.run_lock import RunLock, run_lock
 from weft.watch.closing_lines import closing_lines
-from weft.watch.devices.power_cap import restore_limits
+from weft.watch.device_meters import restore_devices
 from weft.watch.follower import check_trackers, following
 from weft.watch.report import write_report
 
@@ -98,7 +98,7 @@ def start(
             try:
                 code = start_processes(run, job, plan, lock, resilient, keep_lines(log, lines), began, fork_server)
             finally:
-                restore_limits(run)
+                restore_devices(run)
             record_failure(run, code, lines)
             if code in CLEAN_EXITS:
                 finish(run, log)

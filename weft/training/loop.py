@@ -62,7 +62,7 @@ def fit(session: Session, signals: Signals) -> Exit:
 
         observers = session.observers
         metrics = StepMetrics(job, session.plan, session.mesh, state, write, signals, session.guards, observers,
-                              session.energy)  # fmt: skip
+                              session.meter)  # fmt: skip
         session.now("data")  # tells the process manager, which ends a run that has not begun
         signals.begin()
         metrics.agree_to_stop()

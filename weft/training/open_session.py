@@ -27,7 +27,6 @@ from weft.planner.plan import Plan
 from weft.supervisor.heartbeat import Heartbeat, NoHeartbeat
 from weft.training.build import build_state, rates_of, with_prediction, write_plan
 from weft.training.data_warnings import data_warnings
-from weft.training.figures.run_energy import open_energy
 from weft.training.figures.slices_file import write_slices
 from weft.training.initial_weights import initial_weights
 from weft.training.resume import (
@@ -42,6 +41,7 @@ from weft.training.state import State, meta_problem
 from weft.training.step import Stepper
 from weft.training.step_observers import StepObservers, phase_reporter
 from weft.watch import logs
+from weft.watch.device_meters import open_meter
 from weft.watch.journal import Journal
 from weft.wire.tunnel import open_tunnel
 
@@ -87,7 +87,7 @@ def open_session(
     observers = StepObservers.of(job, run, mesh, lambda: heartbeat.now("checkpoint", state.step))
     session = Session(
         job, plan, run, mesh, state, stepper, dataset, _open_checkpoints(job, run, mesh, heartbeat, journal, log),
-        journal, log, snapshots, heartbeat, guards, observers, open_energy(job, plan, run, mesh, log),
+        journal, log, snapshots, heartbeat, guards, observers, open_meter(job, plan, run, mesh, log),
         phase_reporter(heartbeat, observers, state),
     )  # fmt: skip
     for compressor in state.model.compressors:

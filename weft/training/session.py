@@ -23,10 +23,10 @@ from weft.mesh import Mesh
 from weft.planner.plan import Plan
 from weft.supervisor.heartbeat import Heartbeat
 from weft.training.expert_rebalance import rebalance
-from weft.training.figures.run_energy import RunEnergy
 from weft.training.state import State
 from weft.training.step import Stepper
 from weft.training.step_observers import StepObservers
+from weft.watch.device_meters import DeviceMeter
 from weft.watch.journal import Journal, read_metrics
 
 
@@ -51,8 +51,8 @@ class Session:
     guards: Guards
     observers: StepObservers
     """Traces the steps of the job's watch.trace."""
-    energy: RunEnergy
-    """Energy and health of the devices."""
+    meter: DeviceMeter
+    """Measures the devices, such as their energy."""
     now: Callable[[str], None]
     """Reports the phase of the loop that begins."""
     first_step: int = 0
@@ -170,5 +170,5 @@ class Session:
             self.journal.metrics({**records[-1], **fields})
 
     def close(self) -> None:
-        self.energy.close()
+        self.meter.close()
         self.mesh.close()

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from weft.comm import foreach_internals as foreach
 from weft.comm.shards import LocalShard, local_of, shard_of
+from weft.extensions.optimizers.matrix_updates import batches, sum_over_shards, take_from_first
 from weft.job.schema import Optim
 from weft.mesh import Mesh
 from weft.optim.gradient_clip import taken_share, zeroed_if_skipped
-from weft.optim.pieces import batches
-from weft.optim.replicas import sum_over_shards, take_from_first
 
 BETA2_DECAY = -0.8
 MIN_PARAMETER_SCALE = 1e-3

@@ -1,4 +1,4 @@
-"""Values that every rank with the same shard could compute are computed by one of them and sent to the others.
+"""Updates of whole matrices: batches of weights, and values that one of the ranks with the same shard computes for all.
 
 Sums and products of floats may differ in the last bit between processes, since libraries choose kernels by memory
 alignment, threads and earlier calls. If each replica computed them, weights that must be equal would differ.
@@ -6,6 +6,7 @@ alignment, threads and earlier calls. If each replica computed them, weights tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from weft.comm.axis import Axis
 from weft.comm.shards import LocalShard, on_flat_, shard_of
 from weft.mesh import Mesh
+from weft.planner.engine_constants import UPDATED_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -76,3 +78,15 @@ def add_up(parts: list[list[Tensor]], shards: list[LocalShard]) -> None:
             kinds.setdefault(tuple(map(id, shard.groups)), (shard, []))[1].extend(tensors)
     for shard, tensors in kinds.values():
         on_flat_(tensors, shard.sum)
+
+
+def batches(sizes: Sequence[int], limit: int = UPDATED_ELEMENTS, least: int = 1) -> list[slice]:
+    """Weights that an optimizer updates together, for few launches and bounded temporary tensors: indices of
+    consecutive ones with at most `limit` elements, or `least` larger ones."""
+    slices, first, filled = [], 0, 0
+    for index, size in enumerate(sizes):
+        if index - first >= least and filled + size > limit:
+            slices.append(slice(first, index))
+            first, filled = index, 0
+        filled += size
+    return [*slices, slice(first, len(sizes))] if sizes else []

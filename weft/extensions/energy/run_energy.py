@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from weft.extensions.energy.energy_account import EnergyAccount, StepEnergy
+from weft.extensions.energy.monitor import DeviceMonitor, gpu_uuid, open_monitor
+from weft.extensions.energy.power_cap import PowerCap
 from weft.guards.step_report import RankFigures
 from weft.job.files.run_folder import RunDir
 from weft.job.schema import Job
@@ -17,9 +20,7 @@ from weft.mesh import Mesh
 from weft.planner.model.cluster_facts import cluster_facts
 from weft.planner.plan import Plan
 from weft.planner.ranks import device_of
-from weft.watch.devices.energy_account import EnergyAccount, StepEnergy
-from weft.watch.devices.monitor import DeviceMonitor, gpu_uuid, open_monitor
-from weft.watch.devices.power_cap import PowerCap
+from weft.watch.device_meters import DeviceFigures
 from weft.watch.journal import Journal, read_metrics
 
 
@@ -34,10 +35,8 @@ class RunEnergy:
     sent: int = 0
     host_counted: bool = False
 
-    @classmethod
-    def nothing(cls) -> RunEnergy:
-        """Measures nothing."""
-        return cls(DeviceMonitor(None, None, lambda kind, text: None))
+    def figures(self) -> DeviceFigures:
+        return self.monitor.figures()
 
     def metrics(self, seconds: float, tokens: int, rows: Sequence[RankFigures]) -> dict[str, float]:
         """Fields of a step's record."""

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
+from weft.extensions.energy.energy_account import EnergyAccount, StepEnergy
+from weft.extensions.energy.energy_sources import GpuEnergy, HostEnergy
+from weft.extensions.energy.health import GpuHealth
+from weft.extensions.energy.monitor import DeviceMonitor
+from weft.extensions.energy.power_cap import PowerCap, restore_limits
 from weft.hardware.nvml_device import NvmlDevice
 from weft.job.errors import MachineError
 from weft.job.files.run_folder import RunDir
-from weft.watch.devices.energy_account import EnergyAccount, StepEnergy
-from weft.watch.devices.energy_sources import GpuEnergy, HostEnergy
-from weft.watch.devices.health import GpuHealth
-from weft.watch.devices.monitor import NO_FIGURES, DeviceMonitor
-from weft.watch.devices.power_cap import PowerCap, restore_limits
+from weft.watch.device_meters import NO_FIGURES
 
 
 class FakeError(Exception):

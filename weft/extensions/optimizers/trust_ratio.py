@@ -15,11 +15,10 @@ from torch import Tensor
 
 from weft.comm import foreach_internals as foreach
 from weft.comm.shards import local_of
+from weft.extensions.optimizers.matrix_updates import batches, sum_over_shards
 from weft.job.schema import Optim
 from weft.mesh import Mesh
 from weft.optim.gradient_clip import taken_share, zeroed_if_skipped
-from weft.optim.pieces import batches
-from weft.optim.replicas import sum_over_shards
 
 Group = dict[str, Any]
 

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from weft.comm import foreach_internals as foreach
 from weft.comm.shards import local_of, shard_of
+from weft.extensions.optimizers.matrix_updates import Source, batches
 from weft.job.schema import Optim
 from weft.mesh import Mesh
 from weft.optim.gradient_clip import taken_share, zeroed_if_skipped
-from weft.optim.pieces import batches
-from weft.optim.replicas import Source
 from weft.planner.engine_constants import MUON_ITERATIONS, UPDATED_ELEMENTS
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

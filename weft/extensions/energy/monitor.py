@@ -5,35 +5,17 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.extensions.energy.energy_sources import POWERCAP, GpuEnergy, HostEnergy
+from weft.extensions.energy.health import LIMITS, GpuHealth
 from weft.hardware.nvml_device import GpuSample, NvmlDevice
 from weft.job.errors import MachineError
-from weft.watch.devices.energy_sources import POWERCAP, GpuEnergy, HostEnergy
-from weft.watch.devices.health import LIMITS, GpuHealth
+from weft.watch.device_meters import NO_FIGURES, DeviceFigures
 
 INTERVAL_S = 1.0
 """Time between two samples. A look takes about a millisecond."""
-
-
-@dataclass(frozen=True)
-class DeviceFigures:
-    """Figures of a rank's devices since the last report; zeros where nothing is measured."""
-
-    joules: float = 0.0
-    host_joules: float = 0.0
-    watts: float = 0.0
-    celsius: float = 0.0
-    clock_share: float = 0.0
-    utilisation: float = 0.0
-    throttled_power: float = 0.0
-    throttled_thermal: float = 0.0
-    throttled_hardware: float = 0.0
-
-
-NO_FIGURES = DeviceFigures()
 
 
 class DeviceMonitor:

@@ -14,12 +14,12 @@ import pytest
 from helpers.command import DEADLINE_S
 from helpers.real_clusters import free_ports
 
+from weft.extensions.prometheus.metrics import PrometheusSink, metric_of
 from weft.job.files.run_folder import RunDir
 from weft.job.load import load_job
 from weft.watch.journal import read_jsonl
-from weft.watch.prometheus import PrometheusSink, metric_of
 
-MONITORING = Path(__file__).parents[2] / "recipes/monitoring"
+MONITORING = Path(__file__).parents[3] / "recipes/monitoring"
 
 
 def fed(run: RunDir, target: int | str) -> PrometheusSink:
