@@ -61,7 +61,12 @@ def main() -> None:
                 row |= proofs(kind, wanted, pool)
                 results["transformers"] = _version()
                 args.results.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-                print(kind, *(f"{a}: {v['verdict']} {v.get('why', '')[:300]}" for a, v in row.items()), sep="\n   ", flush=True)
+                print(
+                    kind,
+                    *(f"{a}: {v['verdict']} {v.get('why', '')[:300]}" for a, v in row.items()),
+                    sep="\n   ",
+                    flush=True,
+                )
 
 
 AGAIN = ("differs", "failed")
@@ -112,7 +117,9 @@ def page(results: dict[str, Any]) -> str:
             return str(found["verdict"])
         return f"{found['verdict']} ({reasons.setdefault(general(found.get('why', '')), len(reasons) + 1)})"
 
-    lines = [f"| `{kind}` | " + " | ".join(cell(row.get(axis)) for axis in AXES) + " |" for kind, row in sorted(rows.items())]
+    lines = [
+        f"| `{kind}` | " + " | ".join(cell(row.get(axis)) for axis in AXES) + " |" for kind, row in sorted(rows.items())
+    ]
     counts = {axis: Counter(row[axis]["verdict"] for row in rows.values() if axis in row) for axis in AXES}
     total = [f"| {axis} | " + " | ".join(str(counts[axis][v]) for v in VERDICTS) + " |" for axis in AXES]
     return "\n".join([

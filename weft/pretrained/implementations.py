@@ -14,6 +14,9 @@ def reads(name: str) -> bool:
 
 IMPLEMENTATIONS.register(
     Implementation(
-        "weft", "A family of Weft's own.", "weft.pretrained.implementations:reads", "weft.pretrained.config:model_fields"
+        "weft",
+        "A family of Weft's own.",
+        "weft.pretrained.implementations:reads",
+        "weft.pretrained.config:model_fields",
     )
 )

@@ -24,8 +24,8 @@ from weft.job.checkpoint import Checkpoint
 from weft.job.errors import JobError, MachineError, check_output_file
 from weft.job.files.run_folder import RunDir
 from weft.job.files.store_path import explain
-from weft.job.load import parse_job, read_fields
 from weft.job.import_by_name import find_object
+from weft.job.load import parse_job, read_fields
 from weft.job.model import FAMILIES
 from weft.job.schema import Job
 from weft.job.shapes import first_source

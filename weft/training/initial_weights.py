@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 import torch
@@ -25,11 +25,22 @@ InitialWeights = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
 class PublishedWeights(Protocol):
     """The weights of a checkpoint, under the names of the model's parameters."""
 
+    shapes: dict[str, tuple[int, ...]]
+    """Of every parameter and buffer."""
+    buffers: Collection[str]
+    """Those of them that are buffers."""
+
     def fill(self, targets: Mapping[str, Tensor]) -> None:
         """Read this rank's shards of parameters and buffers in place."""
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each parameter in the files."""
+
+    def file_dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each tensor of the files, by its name there."""
+
+    def load(self, name: str, dtype: torch.dtype) -> Tensor:
+        """One whole parameter."""
 
 
 def initial_weights(job: Job, run: RunDir, mesh: Mesh, *, at_start: bool = True) -> InitialWeights | None:

@@ -21,7 +21,9 @@ FAMILIES.register(
 )  # fmt: skip
 IMPLEMENTATIONS.register(
     Implementation(
-        "transformers", "The class of the installed transformers.", f"{PACKAGE}.config:reads",
+        "transformers",
+        "The class of the installed transformers.",
+        f"{PACKAGE}.config:reads",
         f"{PACKAGE}.config:checkpoint_fields",
     )
 )

@@ -90,7 +90,9 @@ def make_config(args: Mapping[str, Any], where: str = "model.args") -> Config:
 def _numbers(value: Any) -> Any:
     """Values with the numbers that JSON does not have, as transformers writes them."""
     if isinstance(value, Mapping):
-        return float(value["__float__"]) if value.keys() == {"__float__"} else {k: _numbers(v) for k, v in value.items()}
+        return (
+            float(value["__float__"]) if value.keys() == {"__float__"} else {k: _numbers(v) for k, v in value.items()}
+        )
     return [_numbers(v) for v in value] if isinstance(value, list) else value
 
 
@@ -120,5 +122,3 @@ def causal_class(config: Config) -> Any:
         names = getattr(config, "architectures", None) or []
         found = next((c for c in found if c.__name__ in names), found[0])
     return found
-
-

@@ -32,9 +32,15 @@ def find_facts(args: str) -> TypeFacts:
     if ties and not no_pp:
         no_pp = f"blocks of {kind} share {next(iter(ties))}"
     return TypeFacts(
-        kind, module.whole_reason, no_pp, no_interface or no_positions or no_state, no_interface or no_positions or no_state
+        kind,
+        module.whole_reason,
+        no_pp,
+        no_interface or no_positions or no_state,
+        no_interface or no_positions or no_state,
     )
 
 
 def _has_state(module: nn.Module) -> bool:
-    return isinstance(module, nn.Conv1d) or bool(STATES.search(type(module).__name__) and any(True for _ in module.parameters(False)))
+    return isinstance(module, nn.Conv1d) or bool(
+        STATES.search(type(module).__name__) and any(True for _ in module.parameters(False))
+    )

@@ -150,7 +150,9 @@ class HubModel(nn.Module):
         from transformers import PreTrainedModel
 
         path = self.blocks_path or ""
-        above = [m for n, m in self.named_modules() if isinstance(m, PreTrainedModel) and (not n or path.startswith(f"{n}."))]
+        above = [
+            m for n, m in self.named_modules() if isinstance(m, PreTrainedModel) and (not n or path.startswith(f"{n}."))
+        ]
         return above[-1]
 
     def setup(self) -> None:
@@ -163,9 +165,7 @@ class HubModel(nn.Module):
             self.units = f"{self.blocks_path}.*"
         own = dict(self.named_parameters())
         by_id = {id(p): n for n, p in own.items()}
-        self.aliases = {
-            n: by_id[id(p)] for n, p in self.named_parameters(remove_duplicate=False) if by_id[id(p)] != n
-        }
+        self.aliases = {n: by_id[id(p)] for n, p in self.named_parameters(remove_duplicate=False) if by_id[id(p)] != n}
         self.parts, self.whole_reason = tensor_parts(self)
         self.__dict__["skeleton"] = copy.deepcopy(self)
         fill_buffers(self)
@@ -196,7 +196,11 @@ class HubModel(nn.Module):
         """Whether the logits are the head's outputs, with nothing after it."""
         source = inspect.getsource(inspect.unwrap(type(self).__mro__[2].forward))
         made = re.findall(r"^\s*(logits|lm_logits)\b[^=\n]*= *(.*)$", source, re.MULTILINE)
-        return len(made) == 1 and "lm_head(" in made[0][1] and bool(re.search(r"lm_head\([^()]*(\([^()]*\))?\)$|lm_head\(.*\]\)$", made[0][1]))
+        return (
+            len(made) == 1
+            and "lm_head(" in made[0][1]
+            and bool(re.search(r"lm_head\([^()]*(\([^()]*\))?\)$|lm_head\(.*\]\)$", made[0][1]))
+        )
 
     def forward(  # type: ignore[override]
         self, inputs: Tensor, targets: Tensor | None = None, valid: Tensor | None = None, docs: Tensor | None = None,

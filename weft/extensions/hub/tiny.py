@@ -52,7 +52,15 @@ SIZES: dict[str, Any] = {
     "mtp_num_hidden_layers": 0, "num_mtp_layers": 0, "position_bias_max_distance": 16, "position_bias_num_buckets": 8,
 }  # fmt: skip
 """Values of the fields of configs, by name."""
-NEEDED = {"num_experts_per_tok", "num_local_experts", "n_routed_experts", "n_group", "topk_group", "num_key_value_heads", "n_shared_experts"}
+NEEDED = {
+    "num_experts_per_tok",
+    "num_local_experts",
+    "n_routed_experts",
+    "n_group",
+    "topk_group",
+    "num_key_value_heads",
+    "n_shared_experts",
+}
 """Fields that get a value where the default is none."""
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 OVERRIDES: dict[str, dict[str, Any]] = {

@@ -39,7 +39,11 @@ def _table(args: str) -> list[tuple[Weight, int | None, bool]]:
         cut = CUTS.get(role or "")
         cut = None if cut == 1 and leaf == "bias" else cut
         weight = Weight(
-            name, tuple(param.shape), prefix + number if in_block else "", cut, role in ("heads", "latent") and cut is None
+            name,
+            tuple(param.shape),
+            prefix + number if in_block else "",
+            cut,
+            role in ("heads", "latent") and cut is None,
         )
         rows.append((weight, int(number) if in_block else None, any(name.startswith(f"{a}.") for a in after)))
     return rows
