@@ -124,9 +124,9 @@ def page(results: dict[str, Any]) -> str:
     total = [f"| {axis} | " + " | ".join(str(counts[axis][v]) for v in VERDICTS) + " |" for axis in AXES]
     return "\n".join([
         "# Which models of transformers can be trained, and how?", "",
-        f"A tiny random model of every type that transformers {results.get('transformers', '')} can continue text with, "
-        "proven in one layout of each axis against one process: [`weft prove`](layouts.md#how-is-it-proven). "
-        "[hub.md](hub.md) says how such models are trained. `python bench/any_model.py` proves them and writes this page.",
+        f"A tiny random model of every type that transformers {results.get('transformers', '')} can continue text "
+        "with, proven in one layout of each axis against one process ([`weft prove`](layouts.md#how-is-it-proven)). "
+        "`python bench/any_model.py` proves them and writes this page. [hub.md](hub.md) says how such models train.",
         "", "| layout | " + " | ".join(VERDICTS) + " |", "|---|" + "---|" * len(VERDICTS), *total, "",
         "| type | " + " | ".join(AXES) + " |", "|---|" + "---|" * len(AXES), *lines, "",
         *(f"{number}. {why}" for why, number in reasons.items()), "",

@@ -27,8 +27,8 @@ from weft.precision import LossScale
 from weft.pretrained.checked_files import MAX_JSON_BYTES, checked_file
 from weft.pretrained.checkpoint_folder import CONFIG, SIDE_FILES, SIDE_FOLDER, TOKENIZER, find_folder
 from weft.pretrained.llama2c_tokenizer import converted_tokenizer
+from weft.pretrained.published_weights import PublishedWeights, open_published
 from weft.pretrained.tensor_dtypes import write_dtypes
-from weft.training.initial_weights import PublishedWeights, open_published
 from weft.training.interchange.foreign_weights import ForeignWeights, described_model
 from weft.training.interchange.tensor_files import TensorFiles, open_tensor_files
 

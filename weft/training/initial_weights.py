@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from weft.checkpoint.format import WEIGHTS_ONLY, Damaged, entries, read_meta
@@ -13,34 +11,12 @@ from weft.checkpoint.reader import Index
 from weft.job.errors import JobError
 from weft.job.files.run_folder import RunDir
 from weft.job.files.store_path import AnyPath
-from weft.job.import_by_name import find_object
-from weft.job.model import FAMILIES
-from weft.job.schema import Job, Model
+from weft.job.schema import Job
 from weft.mesh import Mesh
+from weft.pretrained.published_weights import open_published
 
 InitialWeights = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
 """Fills this rank's shards of named parameters in place, and those of the named buffers that the source holds."""
-
-
-class PublishedWeights(Protocol):
-    """The weights of a checkpoint, under the names of the model's parameters."""
-
-    shapes: dict[str, tuple[int, ...]]
-    """Of every parameter and buffer."""
-    buffers: Collection[str]
-    """Those of them that are buffers."""
-
-    def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Read this rank's shards of parameters and buffers in place."""
-
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype of each parameter in the files."""
-
-    def file_dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype of each tensor of the files, by its name there."""
-
-    def load(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One whole parameter."""
 
 
 def initial_weights(job: Job, run: RunDir, mesh: Mesh, *, at_start: bool = True) -> InitialWeights | None:
@@ -66,13 +42,6 @@ def published_weights(job: Job) -> InitialWeights | None:
     if name is None:
         return None
     return lambda params, buffers: open_published(name, job.model).fill(params | buffers)
-
-
-def open_published(name: str, model: Model) -> PublishedWeights:
-    """The weights of a checkpoint, as the family of the model reads them."""
-    assert model.family is not None
-    weights: PublishedWeights = find_object(FAMILIES[model.family].published, "model.pretrained")(name, model)
-    return weights
 
 
 def _on_disk(folder: AnyPath) -> tuple[bool, str | None]:

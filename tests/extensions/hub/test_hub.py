@@ -21,8 +21,8 @@ from weft.job.shapes import resolve
 from weft.launch.import_run import import_run
 from weft.launch.rank_pool import RankPool
 from weft.models.build_model import build_model, loss_sum
+from weft.pretrained.published_weights import open_published
 from weft.training.export import ExportOptions, export_run, newest
-from weft.training.initial_weights import open_published
 from weft.verify.prove import prove
 
 STORIES = Path(__file__).parents[3] / "recipes" / "stories260K"

@@ -15,8 +15,8 @@ FAMILIES.register(
         f"{PACKAGE}.model:build_hub_model", "decoder",
         dict(causal=True, positions=None, activation="swiglu", norm="rmsnorm", bias=False, tied=False, dropout=0.0),
         weights=table_weights, fields=("args", "dim", "layers", "tied"), config=f"{PACKAGE}.config:fields_of_args",
-        rule=f"{PACKAGE}.rules:hub_rule", published=f"{PACKAGE}.reader:HubWeights",
-        export=f"{PACKAGE}.export:write_hub_folder",
+        rule=f"{PACKAGE}.rules:hub_rule", axes=f"{PACKAGE}.rules:split_axes", in_parts=False,
+        published=f"{PACKAGE}.reader:HubWeights", export=f"{PACKAGE}.export:write_hub_folder",
     )
 )  # fmt: skip
 IMPLEMENTATIONS.register(

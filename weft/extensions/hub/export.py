@@ -1,4 +1,4 @@
-"""Writes a trained model of transformers as a checkpoint: its own names, its config, tokenizer and generation config."""
+"""Writes a trained model of transformers as a checkpoint: its names, config, tokenizer and generation config."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ READS_MASKS = (
 
 
 def prepare(config: Any, interface: bool) -> None:
-    """Set what training needs: Weft's attention, no cache, and no random numbers, which would differ between layouts."""
+    """Set Weft's attention, no cache, and no random numbers, which would differ between layouts."""
     for part in _configs(config):
         part._attn_implementation = NAME if interface else "eager"
         for key, value in list(vars(part).items()):
