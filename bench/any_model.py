@@ -61,7 +61,12 @@ def main() -> None:
                 row |= proofs(kind, wanted, pool)
                 results["transformers"] = _version()
                 args.results.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-                print(kind, *(f"{a}: {v['verdict']} {v.get('why', '')[:300]}" for a, v in row.items()), sep="\n   ", flush=True)
+                print(
+                    kind,
+                    *(f"{a}: {v['verdict']} {v.get('why', '')[:300]}" for a, v in row.items()),
+                    sep="\n   ",
+                    flush=True,
+                )
 
 
 AGAIN = ("differs", "failed")
@@ -112,14 +117,16 @@ def page(results: dict[str, Any]) -> str:
             return str(found["verdict"])
         return f"{found['verdict']} ({reasons.setdefault(general(found.get('why', '')), len(reasons) + 1)})"
 
-    lines = [f"| `{kind}` | " + " | ".join(cell(row.get(axis)) for axis in AXES) + " |" for kind, row in sorted(rows.items())]
+    lines = [
+        f"| `{kind}` | " + " | ".join(cell(row.get(axis)) for axis in AXES) + " |" for kind, row in sorted(rows.items())
+    ]
     counts = {axis: Counter(row[axis]["verdict"] for row in rows.values() if axis in row) for axis in AXES}
     total = [f"| {axis} | " + " | ".join(str(counts[axis][v]) for v in VERDICTS) + " |" for axis in AXES]
     return "\n".join([
         "# Which models of transformers can be trained, and how?", "",
-        f"A tiny random model of every type that transformers {results.get('transformers', '')} can continue text with, "
-        "proven in one layout of each axis against one process: [`weft prove`](layouts.md#how-is-it-proven). "
-        "[hub.md](hub.md) says how such models are trained. `python bench/any_model.py` proves them and writes this page.",
+        f"A tiny random model of every type that transformers {results.get('transformers', '')} can continue text "
+        "with, proven in one layout of each axis against one process ([`weft prove`](layouts.md#how-is-it-proven)). "
+        "`python bench/any_model.py` proves them and writes this page. [hub.md](hub.md) says how such models train.",
         "", "| layout | " + " | ".join(VERDICTS) + " |", "|---|" + "---|" * len(VERDICTS), *total, "",
         "| type | " + " | ".join(AXES) + " |", "|---|" + "---|" * len(AXES), *lines, "",
         *(f"{number}. {why}" for why, number in reasons.items()), "",

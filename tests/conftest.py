@@ -33,6 +33,7 @@ LONG = (
 test_families brings all files of WITH_TRANSFORMERS with it, which take 100 s."""
 WITH_TRANSFORMERS = (
     "tests/extensions/pretrained/",
+    "tests/extensions/hub/",
     "tests/extensions/adapters/test_hf_trainer.py",
     "tests/extensions/encoders/test_decoding_cache.py",
 )

@@ -67,6 +67,10 @@ class Family:
     """`module:function` from model.args to fields of `model`, for a family that model.args describe."""
     rule: str = ""
     """`module:function` from (job, plan) to why it cannot be trained so, in one sentence, or None."""
+    axes: str = ""
+    """`module:function` from a job to the axes among tp, pp and cp that can split its model; without it, all."""
+    in_parts: bool = True
+    """Whether its blocks can be computed in parts of a sequence."""
     has_tables: bool = False
     """Whether it has embedding tables (model.tables)."""
     has_towers: bool = False
@@ -325,7 +329,8 @@ class Model(Section):
     def runs_in_parts(self) -> bool:
         """Whether its blocks can be computed in parts: Weft's own, of one sequence and without experts."""
         sequence = (self.takes_tokens or self.takes_patches) and not self.has_source
-        return sequence and self.module is None and self.experts is None
+        in_parts = self.family is None or FAMILIES[self.family].in_parts
+        return sequence and in_parts and self.module is None and self.experts is None
 
     @property
     def has_source(self) -> bool:

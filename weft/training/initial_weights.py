@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from weft.checkpoint.format import WEIGHTS_ONLY, Damaged, entries, read_meta
@@ -15,21 +13,11 @@ from weft.job.files.run_folder import RunDir
 from weft.job.files.store_path import AnyPath
 from weft.job.implementations import implementation_of
 from weft.job.import_by_name import find_object
-from weft.job.schema import Job, Model
+from weft.job.schema import Job
 from weft.mesh import Mesh
 
 InitialWeights = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
 """Fills this rank's shards of named parameters in place, and those of the named buffers that the source holds."""
-
-
-class PublishedWeights(Protocol):
-    """The weights of a checkpoint, under the names of the model's parameters."""
-
-    def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Read this rank's shards of parameters and buffers in place."""
-
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype of each parameter in the files."""
 
 
 def initial_weights(job: Job, run: RunDir, mesh: Mesh, *, at_start: bool = True) -> InitialWeights | None:
@@ -54,13 +42,8 @@ def published_weights(job: Job) -> InitialWeights | None:
     name = job.model.pretrained
     if name is None:
         return None
-    return lambda params, buffers: open_published(name, job.model).fill(params | buffers)
-
-
-def open_published(name: str, model: Model) -> PublishedWeights:
-    """The weights of a checkpoint, as the implementation of the model reads them."""
-    weights: PublishedWeights = find_object(implementation_of(model.family).weights, "model.pretrained")(name, model)
-    return weights
+    weights = find_object(implementation_of(job.model.family).weights, "model.pretrained")
+    return lambda params, buffers: weights(name, job.model).fill(params | buffers)
 
 
 def _on_disk(folder: AnyPath) -> tuple[bool, str | None]:

@@ -20,7 +20,7 @@ FAMILIES.register(
         f"{PACKAGE}.model:build_hub_model", "decoder",
         dict(causal=True, positions=None, activation="swiglu", norm="rmsnorm", bias=False, tied=False, dropout=0.0),
         weights=table_weights, fields=("args", "dim", "layers", "tied"), config=f"{PACKAGE}.config:fields_of_args",
-        rule=f"{PACKAGE}.rules:hub_rule",
+        rule=f"{PACKAGE}.rules:hub_rule", axes=f"{PACKAGE}.rules:split_axes", in_parts=False,
     )
 )  # fmt: skip
 IMPLEMENTATIONS.register(

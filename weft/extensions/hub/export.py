@@ -1,4 +1,4 @@
-"""Writes a trained model of transformers as a checkpoint: its own names, its config, tokenizer and generation config."""
+"""Writes a trained model of transformers as a checkpoint: its names, config, tokenizer and generation config."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from weft.extensions.hub.model import build_hub_model, quiet
 from weft.extensions.hub.reader import HubWeights
 from weft.extensions.pretrained.checkpoint_folder import CONFIG, SIDE_FILES, weight_files
+from weft.extensions.pretrained.tensor_dtypes import FILE as DTYPES
+from weft.extensions.pretrained.tensor_dtypes import read_dtypes
 from weft.extensions.pretrained.writer import DTYPE_NAMES, copy_side_file, save_tensors, write_json, write_shards
 from weft.job.errors import JobError
 from weft.job.schema import Model
@@ -29,7 +31,9 @@ def write_hub_folder(
     out.mkdir(parents=True, exist_ok=True)
     written: dict[str, torch.dtype] = {}
     tensors = _as_files(origin, source, buffers) if origin is not None else _as_saved(module, source, buffers)
-    dtypes = origin.dtypes() if origin is not None else {}
+    dtypes = origin.file_dtypes() if origin is not None else {}
+    if origin is None and folder is not None and (folder / DTYPES).is_file():
+        dtypes = dict(read_dtypes(folder, model))
 
     def converted() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
@@ -66,7 +70,7 @@ def _as_files(
     """The tensors of the files that a model was made from, with its values now."""
     origin.module._weight_conversions = origin.conversions
     for first in origin.groups:
-        names = [n for n in origin._made(first) if n in origin.shapes]
+        names = [n for n in origin._made(first) if n in origin.state]
         values = {n: _value(origin.aliases.get(n, n), source, buffers) for n in names}
         if first not in origin.converters:
             for name, _ in origin.groups[first]:

@@ -78,14 +78,14 @@ def uses_interface(base: type[nn.Module]) -> bool:
 EAGER = r"\n(?:@[^\n]*\n)*def (?:\w*eager_attention\w*|apply_mask_to_padding_states)\(.*?(?=\n(?:def|class|@|\w+ =))"
 """Functions that read masks and are not called with Weft's attention."""
 READS_MASKS = (
-    r"attention_mask\[:|causal_mask\[:|attention_mask\.(?:dtype|to\()|_attn_implementation (?:in|==|not in) |"
+    r"(?<!\w)attention_mask\[:|causal_mask\[:|(?<!\w)attention_mask\.(?:dtype|to\()|_attn_implementation (?:not )?in |"
     r"_attn_implementation != \"flash|CLASSES\[config\._attn_implementation"
 )
 """What a class does with masks, or by the name of the attention, that Weft's has not."""
 
 
 def prepare(config: Any, interface: bool) -> None:
-    """Set what training needs: Weft's attention, no cache, and no random numbers, which would differ between layouts."""
+    """Set Weft's attention, no cache, and no random numbers, which would differ between layouts."""
     for part in _configs(config):
         part._attn_implementation = NAME if interface else "eager"
         for key, value in list(vars(part).items()):

@@ -37,6 +37,8 @@ def tensor_parts(model: Any) -> tuple[dict[str, str], str | None]:
             return {}, f"the tp plan of {type(base).__name__} has {pattern}: {style}, which Weft does not know"
         if role in ("column", "row") and (other := next((n for n in names if type(modules[n]) is not nn.Linear), None)):
             return {}, f"the tp plan of {type(base).__name__} splits {other}, a {type(modules[other]).__name__}"
+        for name in names if role == "latent" else ():
+            modules[name].direct_outputs = base.config.qk_rope_head_dim
         if any(fnmatchcase(n, prefix + pattern) and n not in names for n in modules):
             parts |= dict.fromkeys(names, role)
         else:

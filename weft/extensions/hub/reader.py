@@ -35,8 +35,11 @@ class HubWeights:
         self.folder = find_folder(name)
         self.files: WeightFiles = weight_files(self.folder)
         self.module: Any = build_hub_model(model.model_copy(update={"lora": None}))
-        self.shapes = {n: tuple(t.shape) for n, t in self.module.state_dict(keep_vars=True).items()}
+        self.state = {n: tuple(t.shape) for n, t in self.module.state_dict(keep_vars=True).items()}
+        """Shapes of parameters and buffers under all their names."""
         self.aliases: dict[str, str] = self.module.aliases
+        self.shapes = {n: shape for n, shape in self.state.items() if n not in self.aliases}
+        self.buffers = self.shapes.keys() - {n for n, _ in self.module.named_parameters()}
         self.file_of: dict[str, str] = {}
         """By the name of a tensor, its file."""
         self.groups: dict[str, Group] = defaultdict(list)
@@ -64,21 +67,22 @@ class HubWeights:
                     self.file_of[name], shapes[name] = file, opened.shape(name)
         prefix, unknown = self.module.base_model_prefix, []
         for name in sorted(self.file_of, key=dot_natural_key):
-            target, pattern = rename_source_key(name, renamings, converters, prefix, self.shapes)
-            if target not in self.shapes and name in self.shapes:
+            target, pattern = rename_source_key(name, renamings, converters, prefix, self.state)
+            if target not in self.state and name in self.state:
                 target, pattern = name, None
-            if target not in self.shapes:
+            if target not in self.state:
                 unknown += [] if name.endswith(IGNORED) else [name]
                 continue
             self.groups[target].append((name, pattern or name))
             if pattern is not None:
                 self.converters[target] = by_pattern[pattern]
-            elif shapes[name] != self.shapes[target]:
+            elif shapes[name] != self.state[target]:
                 raise JobError(
                     f"{self.folder} holds {name} as {list(shapes[name])}, and its config asks for "
-                    f"{list(self.shapes[target])}"
+                    f"{list(self.state[target])}"
                 )
         self.conversions = [entry for entry in table if entry.was_used()]
+        self.sources = {name for group in self.groups.values() for name, _ in group}
         filled = self._targets()
         tied = {self.aliases.get(n, n) for n in filled}
         params = {n for n, _ in self.module.named_parameters()}
@@ -95,7 +99,7 @@ class HubWeights:
         for first, converter in self.converters.items():
             patterns = converter.target_patterns
             targets |= {first.replace(patterns[0], other, 1) for other in patterns[1:]}
-        return targets & self.shapes.keys()
+        return targets & self.state.keys()
 
     def _may_ignore(self, names: list[str]) -> bool:
         """Whether transformers leaves these tensors of files out, too."""
@@ -140,15 +144,33 @@ class HubWeights:
         made = converter.convert(first, model=self.module, config=self.module.config)
         return {n: t[0] if isinstance(t, list) else t for n, t in made.items()}
 
-    def dtypes(self) -> dict[str, torch.dtype]:
+    def file_dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each tensor in the files, by its name there."""
-        found: dict[str, torch.dtype] = {}
+        dtypes: dict[str, torch.dtype] = {}
         for file in self.files.files:
             with open_file(self.folder / file, self.files.format) as opened:
-                found |= {name: opened.tensor(name).dtype for name in opened.names}
-        return found
+                dtypes |= {name: opened.dtype(name) for name in opened.names if self._is_read(name)}
+        return dtypes
 
-    file_dtypes = dtypes
+    def _is_read(self, name: str) -> bool:
+        return name in self.sources
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each parameter: the widest of the tensors that hold it."""
+        widest: dict[str, torch.dtype] = {}
+        by_file = self.file_dtypes()
+        for first, group in self.groups.items():
+            for made in self._made(first):
+                name = self.aliases.get(made, made)
+                for source, _ in group:
+                    widest[name] = torch.promote_types(widest.get(name, by_file[source]), by_file[source])
+        return widest
+
+    def load(self, name: str, dtype: torch.dtype) -> Tensor:
+        """One whole parameter."""
+        out = torch.empty(self.shapes[name], dtype=dtype)
+        self.fill({name: out})
+        return out
 
 
 class OpenFiles:

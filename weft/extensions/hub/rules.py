@@ -27,6 +27,13 @@ class TypeFacts:
     """Why tokens of several documents cannot be kept apart."""
 
 
+def split_axes(job: Job) -> set[str]:
+    """The axes that can split a model, by its tables."""
+    facts = type_facts(json.dumps(job.model.args, sort_keys=True))
+    reasons = {"tp": facts.no_tp, "pp": facts.no_pp, "cp": facts.no_cp}
+    return {axis for axis, why in reasons.items() if not why}
+
+
 def hub_rule(job: Job, plan: Plan) -> str | None:
     """Refuse an axis that the tables of a model do not allow."""
     facts = type_facts(json.dumps(job.model.args, sort_keys=True))
@@ -39,10 +46,12 @@ def hub_rule(job: Job, plan: Plan) -> str | None:
         return f"parallel.pp={plan.pp}: {facts.no_pp}; dp_shard would work"
     if plan.cp > 1 and facts.no_cp:
         return f"parallel.cp={plan.cp}: {facts.no_cp}; dp_shard would work"
+    if plan.precision == "fp8":
+        return f"precision=fp8 multiplies layers of Weft's own, and {facts.name} has those of transformers; use bf16"
     if job.data.mask_documents and facts.no_docs:
         return f"data.mask_documents=true: {facts.no_docs}; mask_documents=false would work"
     if job.model.lora is not None and job.model.lora.dropout:
-        return f"model.lora.dropout={job.model.lora.dropout:g} has no effect on model.implementation=transformers; leave it out"
+        return f"model.lora.dropout={job.model.lora.dropout:g} has no effect on model.family=transformers; leave it out"
     return None
 
 

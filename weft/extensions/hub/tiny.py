@@ -43,7 +43,8 @@ SIZES: dict[str, Any] = {
     "lru_width": 32, "attention_hidden_size": 32, "index_head_dim": 8, "index_n_heads": 4, "index_topk": 4,
     "image_size": 16, "patch_size": 8, "num_channels": 3, "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 67, "type_vocab_size": 2, "embedding_size": 32, "rotary_dim": 4,
-    "n_shared_experts": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None,
+    "n_shared_experts": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
     "sep_token_id": 2, "image_token_id": 60, "audio_token_id": 61, "video_token_id": 62, "boi_token_id": 63,
     "eoi_token_id": 64, "image_token_index": 60, "num_nextn_predict_layers": 0, "o_lora_rank": 8, "o_groups": 2,
     "altup_num_inputs": 2, "laurel_rank": 4, "num_kv_shared_layers": 0, "ngram": 2, "axial_pos_shape": [4, 4],
@@ -64,7 +65,7 @@ NEEDED = {
 """Fields that get a value where the default is none."""
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 OVERRIDES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "dots3_note_text"), {"num_key_value_heads": 4}),
+    **{kind: {"num_key_value_heads": 4} for kind in ("axk2", "deepseek_v32", "glm_moe_dsa")},
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
     "dbrx": {
         "attn_config": {"model_type": "", "kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},

@@ -43,7 +43,7 @@ def _table(args: str) -> list[tuple[Weight, int | None, bool]]:
             tuple(param.shape),
             prefix + number if in_block else "",
             cut,
-            role in ("heads", "latent") and cut is None,
+            role == "heads",
         )
         rows.append((weight, int(number) if in_block else None, any(name.startswith(f"{a}.") for a in after)))
     return rows

@@ -13,6 +13,7 @@ from weft.comm.shards import local_of, shard_of
 from weft.extensions.pretrained.checkpoint_folder import CONFIG, WeightFiles, find_folder, weight_files
 from weft.extensions.pretrained.config import read_fields
 from weft.extensions.pretrained.family_entry import family_of
+from weft.extensions.pretrained.published_weights import open_published
 from weft.extensions.pretrained.quantized import BLOCKS, SCALE, SCALES, expand_fp8, expand_mxfp4, mxfp4_shapes
 from weft.extensions.pretrained.tensor_forms import FileTensor, Shape, TensorPart, file_tensors, named_shapes
 from weft.extensions.pretrained.weight_file import OpenFile, open_file
@@ -266,7 +267,7 @@ def from_hf(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     from weft.job.shapes import resolve
 
     job = resolve(parse_job({"model": {"pretrained": str(name)}, "data": {"source": "synthetic", "seq_len": 1}}))
-    weights, module = PretrainedWeights(str(name), job.model), meta_model(job.model)
+    weights, module = open_published(str(name), job.model), meta_model(job.model)
     values: dict[int, nn.Parameter] = {}
     for path, param in list(module.named_parameters(remove_duplicate=False)):
         if id(param) not in values:
@@ -274,7 +275,7 @@ def from_hf(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
         owner, _, key = path.rpartition(".")
         module.get_submodule(owner).register_parameter(key, values[id(param)])
     targets = {n: p.detach() for n, p in (*module.named_parameters(), *module.named_buffers())}
-    for path in weights.fresh:
+    for path in getattr(weights, "fresh", ()):
         initialise(path, targets[path], module, 0)
     weights.fill(targets)
     return module.eval()

@@ -19,7 +19,7 @@ from weft.extensions.pretrained.checkpoint_folder import CONFIG, SIDE_FILES, SID
 from weft.extensions.pretrained.interchange.foreign_weights import ForeignWeights, described_model
 from weft.extensions.pretrained.interchange.tensor_files import TensorFiles, open_tensor_files
 from weft.extensions.pretrained.llama2c_tokenizer import converted_tokenizer
-from weft.extensions.pretrained.reader import PretrainedWeights
+from weft.extensions.pretrained.published_weights import PublishedWeights, open_published
 from weft.extensions.pretrained.tensor_dtypes import write_dtypes
 from weft.job.errors import JobError, MachineError
 from weft.job.files.checked_files import MAX_JSON_BYTES, checked_file
@@ -38,7 +38,7 @@ DEFAULT_SEQ_LEN = 1024
 class _Parameters(Sequence[Tensor]):
     """Parameters that are read from their files when they are asked for, one at a time."""
 
-    def __init__(self, weights: PretrainedWeights | ForeignWeights):
+    def __init__(self, weights: PublishedWeights | ForeignWeights):
         self.weights, self.names = weights, list(weights.shapes)
         self.dtypes = weights.dtypes()
 
@@ -62,7 +62,7 @@ class _Parameters(Sequence[Tensor]):
 class _ImportedContents:
     """The contents of a checkpoint that is written from a published one, parameter by parameter."""
 
-    def __init__(self, weights: PretrainedWeights | ForeignWeights):
+    def __init__(self, weights: PublishedWeights | ForeignWeights):
         self.tensors = _Parameters(weights)
 
     def plan(self) -> list[tuple[Any, ...]]:
@@ -93,7 +93,7 @@ def import_run(
     name = name or as_run_name(Path(source.rstrip("/")).name) or "imported"
     run = RunDir(Path(runs_dir) / name)
     side = run.path / SIDE_FOLDER
-    weights: PretrainedWeights | ForeignWeights
+    weights: PublishedWeights | ForeignWeights
     if foreign is None:
         weights, fields = _open(folder, name, runs_dir)
     else:
@@ -133,13 +133,13 @@ def _undo(run: RunDir) -> None:
         run.path.rmdir()
 
 
-def _open(folder: Path, name: str, runs_dir: str) -> tuple[PretrainedWeights, dict[str, Any]]:
+def _open(folder: Path, name: str, runs_dir: str) -> tuple[PublishedWeights, dict[str, Any]]:
     """The weights of a checkpoint, checked, and the fields of the job that trains it further."""
     raw: dict[str, Any] = {"name": name, "runs_dir": runs_dir, "model": {"pretrained": str(folder)}}
     job = resolve(parse_job({**raw, "data": {"source": "synthetic", "seq_len": 1}}))
     length = min(DEFAULT_SEQ_LEN, job.model.max_len or DEFAULT_SEQ_LEN)
     model = job.model.model_dump(mode="json", exclude_none=True)
-    return PretrainedWeights(str(folder), job.model), {**raw, "model": model, "data": {"seq_len": length}}
+    return open_published(str(folder), job.model), {**raw, "model": model, "data": {"seq_len": length}}
 
 
 def _open_foreign(
