@@ -385,17 +385,17 @@ def trace_blocks(m: Model, v: BlockVariant) -> dict[str, Any]:
 
 
 def _block(recorder: Recorder, halves: Recorder | None, prefix: str) -> dict[str, Any]:
-    marks, found = recorder.marks, dict[str, Any]()
+    marks, rows = recorder.marks, dict[str, Any]()
     for i, mode in enumerate(MODES):
-        here, after = f"{prefix}{i}", f"{prefix}{i + 1}"
-        forward = Window(recorder, marks["forward", here], marks["forward", after], False)
+        block, after = f"{prefix}{i}", f"{prefix}{i + 1}"
+        forward = Window(recorder, marks["forward", block], marks["forward", after], False)
         row: dict[str, Any] = {"kept": clean(forward.live), "forward": highest(forward.peaks)}
-        begun = marks["forward", here]
-        start, end = marks["backward", here], marks["done", here]
+        begun = marks["forward", block]
+        start, end = marks["backward", block], marks["done", block]
         for name, consumed in (("consumed", True), ("retained", False)):
             row[f"backward_{name}"] = highest(Window(recorder, start, end, consumed, begun).peaks)
-        if ("experts", here) in marks:
-            freed = Window(recorder, start, marks["experts", here], True, begun).live
+        if ("experts", block) in marks:
+            freed = Window(recorder, start, marks["experts", block], True, begun).live
             row["inner"] = clean({product: -factor for product, factor in freed.items()})
         if mode == "none" and halves is not None:
             # the first half ends at the first weight, so the second block is the first one that it passes
@@ -406,8 +406,8 @@ def _block(recorder: Recorder, halves: Recorder | None, prefix: str) -> dict[str
                 halves.marks["forward", after],
             )
             row["later"], row["input_pass"] = clean(first.live), highest(first.peaks)
-        found[mode] = row
-    return found
+        rows[mode] = row
+    return rows
 
 
 def _in_new_process(m: Model, v: BlockVariant) -> dict[str, Any]:
@@ -415,8 +415,8 @@ def _in_new_process(m: Model, v: BlockVariant) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", __name__, "-"], input=given, stdout=subprocess.PIPE, text=True, check=True
     )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    table: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return table
 
 
 MORE: tuple[dict[str, Any], ...] = (

@@ -44,24 +44,24 @@ EXPERT_SIZES = frozenset({
 
 def block_structure(m: Model, routed: bool) -> dict[str, Any]:
     """What decides which tensors a block has, besides their sizes; `routed` of a block with experts."""
-    found = {k: v for k, v in m.model_dump().items() if k not in SIZES and v not in (None, False, (), {}, 0, [])}
-    found |= {"kind": "encoder_decoder"} if m.has_source else {}
-    found["biases"] = list(m.biases)
-    found["grouped"] = m.kv_heads != m.heads
-    found["part_rotated"] = m.rope_dim not in (None, m.head_dim)
-    found["dropout"] = bool(m.dropout)
-    if found.get("positions") == "learned":
-        del found["positions"]
+    fields = {k: v for k, v in m.model_dump().items() if k not in SIZES and v not in (None, False, (), {}, 0, [])}
+    fields |= {"kind": "encoder_decoder"} if m.has_source else {}
+    fields["biases"] = list(m.biases)
+    fields["grouped"] = m.kv_heads != m.heads
+    fields["part_rotated"] = m.rope_dim not in (None, m.head_dim)
+    fields["dropout"] = bool(m.dropout)
+    if fields.get("positions") == "learned":
+        del fields["positions"]
     if m.latent is not None:
-        found["latent"] = {"q": bool(m.latent.q_rank), "narrow": m.latent.v_dim < (m.head_dim or 0)}
+        fields["latent"] = {"q": bool(m.latent.q_rank), "narrow": m.latent.v_dim < (m.head_dim or 0)}
     if m.lora is not None:
-        found["lora"] = {"targets": m.lora.targets, "dropout": bool(m.lora.dropout), "experts": m.experts is not None}
+        fields["lora"] = {"targets": m.lora.targets, "dropout": bool(m.lora.dropout), "experts": m.experts is not None}
     if routed and (e := m.experts) is not None:
         kept = {k: v for k, v in e.model_dump().items() if k not in EXPERT_SIZES and v not in (None, False)}
         flags = {"several": e.top_k > 1, "shared": bool(e.shared), "z": bool(e.z_weight), "capacity": bool(e.capacity)}
         flags |= {"aux": e.aux_weight is None or bool(e.aux_weight), "renormalize": e.renormalize}
-        found["experts"] = kept | {k: v for k, v in flags.items() if v not in (None, False)}
-    return {k: v for k, v in found.items() if v not in (None, False)}
+        fields["experts"] = kept | {k: v for k, v in flags.items() if v not in (None, False)}
+    return {k: v for k, v in fields.items() if v not in (None, False)}
 
 
 class BlockVariant(NamedTuple):
@@ -225,9 +225,9 @@ _traced: dict[tuple[str, BlockVariant], dict[str, Any]] = {}
 
 
 def _table(structure: str, v: BlockVariant, m: Model) -> dict[str, Any]:
-    found = _file(structure).get(v.key)
-    if found is not None:
-        return found
+    written = _file(structure).get(v.key)
+    if written is not None:
+        return written
     if (structure, v) not in _traced:
         _traced[structure, v] = find_object(TRACER, "planner")(m, v)
     return _traced[structure, v]

@@ -170,6 +170,9 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
     else:
         dense = traced(first)
     routed = traced(second) if m.first_blocks is not None else None
+    if routed is not None and plan.ep_copies and flags["ep"]:
+        matrices = (3 if m.gated else 2) * z.dim * (m.experts.ffn or 0 if m.experts else 0)
+        routed = _with_guests(routed, plan.ep_copies * matrices * z.c)
     hidden = z.rows * z.dim * z.c
     table = 0.0 * z.tokens
     between = PassBytes(table, table, table)
@@ -211,6 +214,17 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
 def _has_segments(memory: PassTables, z: Sizes) -> bool:
     """Whether a kernel takes documents as segments instead of a mask."""
     return memory.device == "cuda" and z.c < FP32_BYTES and not memory.job.model.has_source
+
+
+def _with_guests(block: BlockBytes, weights: Size) -> BlockBytes:
+    """The same where a rank also computes experts of others (parallel.ep_rebalance): their weights, and in the backward
+    pass their gradients, which are copied to be sent."""
+
+    def more(p: PassBytes, kept: int) -> PassBytes:
+        back = p.backward + (3 - kept) * weights
+        return replace(p, kept=p.kept + kept * weights, forward=p.forward + weights, backward=back)
+
+    return BlockBytes(more(block.none, 1), more(block.selective, 1), more(block.full, 0))
 
 
 def _masked(block: BlockBytes, mask: Size) -> BlockBytes:
