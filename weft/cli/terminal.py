@@ -24,7 +24,8 @@ UNBROKEN = re.compile(
     r"|(?<=recompute) (?=\w)|(?<=\d) (?=of \d)|(?<=of) (?=\d)"
 )
 """Spaces at which lines are not broken, as in `tp 2` and `3 GiB`."""
-BULLET = re.compile(r"^(\s*(?:[-*✓!✗]|\d+\.)?\s*)")
+LEAD = re.compile(r"\s*(?:(?:[✓!✗] )?\S+(?: \S+){0,2} {2,}|(?:[-*!✓✗]|\d+\.) +)?")
+"""What a continued line is indented by: a name in a column of names, a mark, or spaces."""
 
 
 def is_terminal(stream: Any) -> bool:
@@ -60,13 +61,9 @@ def fit(text: str, width: int | None) -> str:
 def _fit_line(line: str, width: int) -> str:
     if len(line) <= width:
         return line
-    named = re.match(r"^(?:\S{1,10}|) +", line)  # a name and its text, or the continuation of one
-    if named and named.end() == LABEL_WIDTH:
-        first = line[:LABEL_WIDTH]
-        return first + f"\n{' ' * LABEL_WIDTH}".join(_words(line[LABEL_WIDTH:], width - LABEL_WIDTH))
-    lead = BULLET.match(line)
-    start = lead.group(1) if lead else ""
-    return start + f"\n{' ' * len(start)}".join(_words(line[len(start) :], width - len(start)))
+    match = LEAD.match(line)
+    lead = match.group() if match and match.end() <= width // 2 else ""
+    return lead + f"\n{' ' * len(lead)}".join(_words(line[len(lead) :], width - len(lead)))
 
 
 def _words(text: str, width: int) -> list[str]:
