@@ -1,11 +1,11 @@
 """Choosing a layout by hand: memory and time of every way to spread a model. The text is in choosing_a_layout.md.
 
-    weft lesson choosing_a_layout
+weft lesson choosing_a_layout
 """
 
 from dataclasses import dataclass
 
-from weft.cli.lessons.output import say, show, t
+from weft.cli.lessons.output import say, show
 
 GIB = 2**30
 
@@ -25,12 +25,12 @@ class Model:
 @dataclass(frozen=True)
 class Machine:
     devices: int = 8
-    memory: float = 79.1 * GIB
-    flops: float = 989e12
+    memory: float = 39.4 * GIB
+    flops: float = 312e12
     """Operations a second, by the data sheet."""
-    efficiency: float = 0.55
+    efficiency: float = 0.6
     """The share of it that matrix products of this size reach."""
-    link: float = 450e9
+    link: float = 300e9
     """Bytes a second between two devices, one way."""
 
 
@@ -62,7 +62,7 @@ def memory(layout: Layout) -> float:
 
 
 def seconds(layout: Layout) -> float:
-    """Seconds of a step: computing, stretched by the bubble of the pipeline, and the exchanges, as if nothing hid them."""
+    """Seconds of a step: computing, stretched by the bubble, and the exchanges, as if nothing hid them."""
     dp, tp, pp, m = layout.dp, layout.tp, layout.pp, BATCH // layout.dp
     compute = 6 * MODEL.weights * BATCH * LENGTH / (MACHINE.devices * MACHINE.flops * MACHINE.efficiency)
     compute *= (m + pp - 1) / m
@@ -81,7 +81,7 @@ def layouts() -> list[Layout]:
 
 def lesson() -> None:
     fitting = sorted((x for x in layouts() if memory(x) < MACHINE.memory), key=seconds)
-    say("Llama 7B, {batch} sequences of {length:,} tokens on {devices} H100: {fit} of {all} layouts fit.",
+    say("Llama 7B, {batch} sequences of {length:,} tokens on {devices} A100 of 40 GB: {fit} of {all} layouts fit.",
         batch=BATCH, length=LENGTH, devices=MACHINE.devices, fit=len(fitting), all=len(layouts()))  # fmt: skip
     show([(str(x), f"{memory(x) / GIB:.1f} GiB", f"{seconds(x):.2f} s") for x in fitting], ("memory", "step"))
     with_weft(fitting)
@@ -96,7 +96,7 @@ def with_weft(fitting: list[Layout]) -> None:
         return make_plan(parse_job({
             "model": {"shape": "llama-7b"}, "data": {"source": "synthetic", "seq_len": LENGTH}, "precision": "bf16",
             "train": {"global_batch": BATCH, "microbatch": 1}, "parallel": parallel,
-            "cluster": {"device": "h100-sxm", "devices_per_node": MACHINE.devices},
+            "cluster": {"device": "a100-sxm-40gb", "devices_per_node": MACHINE.devices},
         }))[1]  # fmt: skip
 
     rows: list[tuple[str, object, object]] = []

@@ -1,6 +1,6 @@
 """Collectives by hand, with nothing but send and receive. The text is in collectives.md.
 
-    weft lesson collectives
+weft lesson collectives
 """
 
 import tempfile

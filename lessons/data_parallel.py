@@ -1,6 +1,6 @@
 """Data parallelism by hand: replicas, buckets, and the rules of large batches. The text is in data_parallel.md.
 
-    weft lesson data_parallel
+weft lesson data_parallel
 """
 
 import copy

@@ -1,6 +1,6 @@
 """Expert parallelism by hand: tokens are sent to their experts and back by all-to-all. The text is in experts.md.
 
-    weft lesson experts
+weft lesson experts
 """
 
 from __future__ import annotations

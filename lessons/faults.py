@@ -1,6 +1,6 @@
 """Faults and resumption by hand: a run is killed and continues as if nothing had happened. The text is in faults.md.
 
-    weft lesson faults
+weft lesson faults
 """
 
 import hashlib

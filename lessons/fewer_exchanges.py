@@ -1,6 +1,6 @@
 """Compression and fewer exchanges by hand: send less, or less often. The text is in fewer_exchanges.md.
 
-    weft lesson fewer_exchanges
+weft lesson fewer_exchanges
 """
 
 import tempfile
@@ -76,7 +76,7 @@ def problem(rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def train(rank: int, exchange: Callable[[Tensor, Tensor], Tensor] | None) -> tuple[float, int]:
-    """The remaining error of the weights, and the most bytes that a rank sent. None: replicas meet every EVERY steps."""
+    """The remaining error, and the most bytes that a rank sent. None: replicas meet in every EVERYth step."""
     inputs, targets, true = problem(rank)
     weights, residual = torch.zeros(DIM), torch.zeros(DIM)
     SENT[0] = 0
@@ -119,7 +119,12 @@ def with_weft() -> None:
     from weft.job.compression import parse_compression
 
     say("\nBytes of a message of {dim} gradients:", dim=DIM)
-    predicted = {"fp16": 2 * DIM + 8, "int8": DIM + 4 * DIM // 256, "int4": DIM // 2 + 4 * DIM // 128, "topk:0.015625": 6 * KEEP}
+    predicted = {
+        "fp16": 2 * DIM + 8,
+        "int8": DIM + 4 * DIM // 256,
+        "int4": DIM // 2 + 4 * DIM // 128,
+        "topk:0.015625": 6 * KEEP,
+    }
     rows = []
     for name, size in predicted.items():
         codec = codecs_of(parse_compression(name)).gradients

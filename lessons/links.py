@@ -1,6 +1,6 @@
 """Hardware and links: latency and bandwidth, measured on this machine. The text is in links.md.
 
-    weft lesson links
+weft lesson links
 """
 
 import tempfile
@@ -73,7 +73,7 @@ def lesson(rank: int, store: str) -> None:
     tested = one_way(TESTED)
     if rank == 0:
         latency, bandwidth = fit((SIZES[0], times[SIZES[0]]), (SIZES[-1], times[SIZES[-1]]))
-        say("One thread: memory {memory:.3g} GB/s, matrix products {products:.3g} GFLOP/s; {ratio:.0f} operations a byte",
+        say("One thread: memory {memory:.3g} GB/s, products {products:.3g} GFLOP/s; {ratio:.0f} operations a byte",
             memory=memory / 1e9, products=products / 1e9, ratio=products / memory)  # fmt: skip
         say("Between two processes: latency {latency:.3g} µs, bandwidth {bandwidth:.3g} GB/s",
             latency=latency * 1e6, bandwidth=bandwidth / 1e9)  # fmt: skip
@@ -97,7 +97,12 @@ def with_weft(times: dict[int, float]) -> None:
     say("\nSeconds for the 14 GB of bf16 gradients of 7 billion weights, over one link of Weft's catalog:")
     for name in ("h100-sxm", "a100-pcie-80gb"):
         entry = find_device(name)
-        say("{name:16} {speed:6g} GB/s  {seconds:6.3f} s", name=name, speed=entry.link_gb_s, seconds=14 / entry.link_gb_s)
+        say(
+            "{name:16} {speed:6g} GB/s  {seconds:6.3f} s",
+            name=name,
+            speed=entry.link_gb_s,
+            seconds=14 / entry.link_gb_s,
+        )
     for name in ("ib-ndr", "ethernet-100"):
         link = find_network(name)
         say("{name:16} {speed:6g} GB/s  {seconds:6.3f} s", name=name, speed=link.gb_s, seconds=14 / link.gb_s)

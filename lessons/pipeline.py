@@ -1,6 +1,6 @@
 """A pipeline by hand: a deep MLP split into four stages, with only send and receive. The text is in pipeline.md.
 
-    weft lesson pipeline
+weft lesson pipeline
 """
 
 import tempfile

@@ -1,6 +1,6 @@
 """Mixed precision, recomputation and offload by hand. The text is in precision_and_memory.md.
 
-    weft lesson precision_and_memory
+weft lesson precision_and_memory
 """
 
 import torch

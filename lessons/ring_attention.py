@@ -1,6 +1,6 @@
 """Ring attention by hand: keys and values of a long sequence go around a ring. The text is in ring_attention.md.
 
-    weft lesson ring_attention
+weft lesson ring_attention
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tensor parallelism by hand: every matrix is split over four processes. The text is in tensor_parallel.md.
 
-    weft lesson tensor_parallel
+weft lesson tensor_parallel
 """
 
 import tempfile
@@ -164,7 +164,10 @@ def with_weft() -> None:
     }))[1]  # fmt: skip
     one = 2048 * 4096 * 2 / 2**20  # MiB of a tensor [tokens, dim] in bf16
     say("\nLlama 7B over 8 H100, one sequence of 2,048 tokens, MiB of tensors that are summed:")
-    show([(t("32 layers · 4, embedding and head 1 each"), (32 * 4 + 2) * one, plan.predicted["communication_mib"])], ("by hand", "Weft"))
+    show(
+        [(t("32 layers · 4, embedding and head 1 each"), (32 * 4 + 2) * one, plan.predicted["communication_mib"])],
+        ("by hand", "Weft"),
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Why distributed: where the memory of a model goes, and what a step costs. The text is in why_distributed.md.
 
-    weft lesson why_distributed
+weft lesson why_distributed
 """
 
 import time
@@ -85,7 +85,7 @@ def lesson() -> None:
     torch.manual_seed(0)
     model, tokens = Model(), torch.randint(VOCAB, (BATCH, LENGTH))
     optimizer = torch.optim.AdamW(model.parameters())
-    loss, kept = kept_bytes(model, tokens)
+    _, kept = kept_bytes(model, tokens)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(tokens).backward()
 

@@ -1,6 +1,6 @@
 """ZeRO by hand: the states of training are split over the replicas in three stages. The text is in zero.md.
 
-    weft lesson zero
+weft lesson zero
 """
 
 import tempfile
@@ -74,7 +74,7 @@ def forward(weights: list[Tensor], x: Tensor, stage: int) -> Tensor:
 
 
 def step(stage: int, weights: list[Tensor], momentum: list[Tensor], inputs: Tensor, targets: Tensor) -> None:
-    """One step. `weights` are whole, or this rank's rows in stage 3; `momentum` is of this rank's rows from stage 1 on."""
+    """One step. `weights` are whole, or this rank's rows in stage 3; so is `momentum` from stage 1 on."""
     rank, shards = dist.get_rank(), {}
 
     def reduce(index: int, weight: Tensor) -> None:
@@ -119,10 +119,12 @@ def train(stage: int, ranks: int, rank: int) -> tuple[list[Tensor], list[tuple[s
     size, layer = 4 * LAYERS * DIM * DIM, 4 * DIM * DIM
     lasting = sum(4 * x.numel() for x in (*weights, *momentum))
     traffic = (3 if stage == 3 else 2) * size * (ranks - 1) // ranks
+    whole_or_shard = (size // ranks if stage == 3 else size) + (size // ranks if stage > 0 else size)
     one_whole = size // ranks + layer - layer // ranks  # shards of all layers, but one layer is whole
     rows: list[tuple[str, object, object]] = [
-        (t("stage {stage}: weights and momentum, bytes", stage=stage), (size // ranks if stage == 3 else size) + (size // ranks if stage > 0 else size), lasting),
-        (t("stage {stage}: gradients and gathered weights at most", stage=stage), one_whole if stage > 1 else size, LIVE[1]),
+        (t("stage {stage}: weights and momentum, bytes", stage=stage), whole_or_shard, lasting),
+        (t("stage {stage}: gradients and gathered weights at most", stage=stage), size if stage < 2 else one_whole,
+         LIVE[1]),
         (t("stage {stage}: bytes sent a step", stage=stage), traffic, SENT[0] // STEPS),
     ]  # fmt: skip
     return [gather(w.detach()) if stage == 3 else w.detach() for w in weights], rows

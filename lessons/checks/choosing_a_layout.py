@@ -12,7 +12,7 @@ QUESTIONS = (
         ((70e9, 80e9, 20e9), 32),
     ),
     Question(
-        "layouts",
+        "dp_and_tp",
         "tp must divide devices; dp is the quotient.",
         ((4,), [(4, 1), (2, 2), (1, 4)]),
         ((6,), [(6, 1), (3, 2), (2, 3), (1, 6)]),

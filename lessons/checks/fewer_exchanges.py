@@ -8,8 +8,14 @@ QUESTIONS = (
     Question(
         "compress",
         "Add the residual first, keep the k numbers of the largest size, and return the rest as the new residual.",
-        ((tensor([3.0, -5.0, 1.0, 0.5]), tensor([0.0, 0.0, 0.0, 0.0]), 1), (tensor([0.0, -5.0, 0.0, 0.0]), tensor([3.0, 0.0, 1.0, 0.5]))),
-        ((tensor([3.0, -5.0, 1.0, 0.5]), tensor([3.0, 0.0, 0.0, 2.0]), 2), (tensor([6.0, -5.0, 0.0, 0.0]), tensor([0.0, 0.0, 1.0, 2.5]))),
+        (
+            (tensor([3.0, -5.0, 1.0, 0.5]), tensor([0.0, 0.0, 0.0, 0.0]), 1),
+            (tensor([0.0, -5.0, 0.0, 0.0]), tensor([3.0, 0.0, 1.0, 0.5])),
+        ),
+        (
+            (tensor([3.0, -5.0, 1.0, 0.5]), tensor([3.0, 0.0, 0.0, 2.0]), 2),
+            (tensor([6.0, -5.0, 0.0, 0.0]), tensor([0.0, 0.0, 1.0, 2.5])),
+        ),
     ),
     Question(
         "bytes_a_step",

@@ -19,7 +19,7 @@ def case(cut: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
 QUESTIONS = (
     Question(
         "merge",
-        "lse = log(exp(lse_a) + exp(lse_b)); weigh each output by exp of its lse minus that. torch.logaddexp is stable.",
+        "With lse = torch.logaddexp(lse_a, lse_b), weigh each output by exp of its own lse minus that.",
         case(6),
         case(2),
     ),

@@ -17,7 +17,7 @@ def part(rank: int, ranks: int) -> torch.Tensor:
 QUESTIONS = (
     Question(
         "partial",
-        "Use the chunk of the rows of first, apply GELU, and use the same chunk of the columns of second.",
+        "Use the chunk of the rows of first, apply GELU, then use the same chunk of the columns of second.",
         *(((x, first, second, rank, ranks), part(rank, ranks)) for rank, ranks in ((0, 1), (0, 2), (2, 3))),
     ),
     Question(

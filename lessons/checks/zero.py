@@ -13,7 +13,7 @@ QUESTIONS = (
     ),
     Question(
         "traffic",
-        "Stages 1 and 2: a reduce-scatter and an all-gather. Stage 3 gathers the weights once more, for the backward pass.",
+        "A reduce-scatter and an all-gather; stage 3 gathers the weights once more, for the backward pass.",
         ((8.0, 4, 1), 12.0),
         ((8.0, 4, 2), 12.0),
         ((8.0, 4, 3), 18.0),

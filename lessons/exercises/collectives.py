@@ -7,6 +7,6 @@ def bytes_sent(ranks: int, size: float) -> float:
 
 
 def shard_to_send(rank: int, step: int, ranks: int) -> int:
-    """In a ring all-gather every rank begins with the shard of its own number and sends to rank + 1. The number of the shard
-    that `rank` sends in `step`, counted from 0: the one that it received in the step before."""
+    """In a ring all-gather every rank begins with the shard of its own number and sends to rank + 1. The number
+    of the shard that `rank` sends in `step`, counted from 0: the one that it received in the step before."""
     return ...

@@ -2,7 +2,8 @@
 
 
 def learning_rate(step: int, base_rate: float, base_batch: int, batch: int, warmup: int) -> float:
-    """The rate of a step, counted from 1. It grows in a line from 0 and reaches the linearly scaled rate in step `warmup`."""
+    """The rate of a step, counted from 1. It grows in a line from 0 and reaches the linearly scaled rate in
+    step `warmup`."""
     return ...
 
 

@@ -2,7 +2,8 @@
 
 
 def rows_of_ranks(chosen: list[list[int]], experts: int, ranks: int) -> list[int]:
-    """Rows that each rank computes. `chosen` has the experts of each token; a rank holds experts / ranks experts in order."""
+    """Rows that each rank computes. `chosen` has the experts of each token; a rank holds experts / ranks
+    experts in order."""
     return ...
 
 

@@ -2,8 +2,8 @@
 
 
 def state_bytes(weights: float, ranks: int, stage: int) -> float:
-    """Bytes of a rank: weights (2 a weight), gradients (2), and master weights and moments of AdamW (12). Stage 1 splits
-    the last, stage 2 also gradients, stage 3 also weights. Stage 0 splits nothing."""
+    """Bytes of a rank: weights (2 a weight), gradients (2), and master weights and moments of AdamW (12). Stage
+    1 splits the last, stage 2 also gradients, stage 3 also weights. Stage 0 splits nothing."""
     return ...
 
 

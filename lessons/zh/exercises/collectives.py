@@ -7,6 +7,6 @@ def bytes_sent(ranks: int, size: float) -> float:
 
 
 def shard_to_send(rank: int, step: int, ranks: int) -> int:
-    """在环形 all-gather 中，每个 rank 起初持有与自己编号相同的分片，并向 rank + 1 发送。返回 `rank` 在第 `step` 步
-    （从 0 数起）发送的分片编号：即它上一步收到的分片。"""
+    """在环形 all-gather 中，每个 rank 起初持有与自己编号相同的分片，并向 rank + 1 发送。返回 `rank` 在第 `step`
+    步（从 0 数起）发送的分片编号：即它上一步收到的分片。"""
     return ...

@@ -4,7 +4,8 @@ import torch
 
 
 def compress(gradient: torch.Tensor, residual: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """返回发送的张量（未发送的位置为 0）和新的残差。发送 gradient + residual 中绝对值最大的 k 个数；其余留作下一步的残差。"""
+    """返回发送的张量（未发送的位置为 0）和新的残差。发送 gradient + residual 中绝对值最大的 k 个数；其余留作下
+    一步的残差。"""
     return ...
 
 

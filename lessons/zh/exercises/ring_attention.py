@@ -4,7 +4,8 @@ import torch
 
 
 def merge(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> torch.Tensor:
-    """两个块全部键上的输出。`out` [queries, width] 是一个块的键上的输出，`lse` [queries] 是该块分数的 log-sum-exp。"""
+    """两个块全部键上的输出。`out` [queries, width] 是一个块的键上的输出，`lse` [queries] 是该块分数的
+    log-sum-exp。"""
     return ...
 
 

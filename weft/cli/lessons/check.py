@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -17,9 +18,10 @@ TIME_LIMIT_S = 60.0
 
 
 def check_lesson(name: str) -> tuple[bool, list[str]]:
-    """Whether all answers of exercises/NAME.py are right, and what to tell the learner. Writes the file if there is none.
+    """Whether all answers of exercises/NAME.py are right, and what to tell the learner.
 
-    The answers run in a process of their own, which is ended after TIME_LIMIT_S.
+    If there is no such file, the exercise is written there. The answers run in a process of their own, which is ended
+    after TIME_LIMIT_S.
     """
     file = Path("exercises") / f"{name}.py"
     if not file.exists():
@@ -33,7 +35,9 @@ def check_lesson(name: str) -> tuple[bool, list[str]]:
             command, check=False, capture_output=True, encoding="utf-8", env=environment, timeout=TIME_LIMIT_S
         )
     except subprocess.TimeoutExpired:
-        text = t("{file} ran for more than {limit:.0f} s; look for a loop that does not end.", file=file, limit=TIME_LIMIT_S)
+        text = t(
+            "{file} ran for more than {limit:.0f} s; look for a loop that does not end.", file=file, limit=TIME_LIMIT_S
+        )
         return False, [text]
     lines = ended.stdout.splitlines() or ended.stderr.splitlines()[-1:]
     return ended.returncode == 0, lines
@@ -46,14 +50,24 @@ def exercise(name: str) -> Path:
 
 
 def check_answers(name: str, file: Path) -> tuple[bool, list[str]]:
-    """Check a file of answers in this process: a line for each question, and a last line."""
+    """Check a file of answers in this process."""
     try:
         answers = load(file)
     except Exception as error:  # whatever the learner's file does
         reason = f"{type(error).__name__}: {error}"
         return False, [t("{file} cannot be run: {reason}", file=file, reason=reason)]
+    return check_functions(name, vars(answers))
+
+
+def check_notebook(name: str, names: Mapping[str, object]) -> None:
+    """Check the answers that a notebook has defined and print what is wrong."""
+    print(*check_functions(name, names)[1], sep="\n")
+
+
+def check_functions(name: str, names: Mapping[str, object]) -> tuple[bool, list[str]]:
+    """Check functions by name: whether all are right, a line for each question, and a last line."""
     questions: tuple[Question, ...] = load(lessons_folder() / "checks" / f"{name}.py").QUESTIONS
-    wrong = {question.name: question.wrong(answers) for question in questions}
+    wrong = {question.name: question.wrong(names.get(question.name)) for question in questions}
     lines = [f"✗ {name_}: {reason}" if reason else f"✓ {name_}" for name_, reason in wrong.items()]
     right = sum(reason is None for reason in wrong.values())
     last = "All {count} answers are right." if right == len(wrong) else "{right} of {count} answers are right."

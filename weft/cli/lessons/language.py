@@ -39,6 +39,7 @@ def messages(name: str) -> dict[str, str]:
 
 
 def t(text: str, **values: object) -> str:
-    """The sentence in the chosen language, with its values filled in."""
-    text = messages(language()).get(text, text)
+    """The sentence in the chosen language, with its values filled in. Line breaks around it stay."""
+    sentence = text.strip("\n")
+    text = text.replace(sentence, messages(language()).get(sentence, sentence))
     return text.format(**values) if values else text

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from types import ModuleType
 
 from weft.cli.lessons.language import t
 
@@ -17,10 +15,9 @@ class Question:
     def __init__(self, name: str, hint: str, *cases: Case) -> None:
         self.name, self.hint, self.cases = name, hint, cases
 
-    def wrong(self, answers: ModuleType) -> str | None:
-        """What is wrong with the learner's answer, in a sentence or two; None if it is right."""
-        function: Callable[..., object] | None = getattr(answers, self.name, None)
-        if function is None:
+    def wrong(self, function: object) -> str | None:
+        """What is wrong with the learner's function, in a sentence or two; None if it is right."""
+        if not callable(function):
             return t("the file has no function {name}; write it again as in the exercise.", name=self.name)
         for arguments, right in self.cases:
             call = f"{self.name}({', '.join(map(_short, arguments))})"
@@ -32,7 +29,9 @@ class Question:
             if result is ...:
                 return f"{t('replace the ... by your answer.')} {t(self.hint)}"
             if not same(result, right):
-                text = t("{call} gives {result}; {right} is right.", call=call, result=_short(result), right=_short(right))
+                text = t(
+                    "{call} gives {result}; {right} is right.", call=call, result=_short(result), right=_short(right)
+                )
                 return f"{text} {t(self.hint)}"
         return None
 
