@@ -82,6 +82,25 @@ def _words(text: str) -> set[str]:
     return {word.strip(";,") for word in text.split() if not re.fullmatch(r"[\d.]+;?", word)}
 
 
+def test_lists_prose_and_chinese_are_wrapped_below_their_text() -> None:
+    assert terminal.fit("✓ gpu         no NVIDIA GPU; ranks run on the CPU", 32).splitlines() == [
+        "✓ gpu         no NVIDIA GPU;", "              ranks run on the", "              CPU",
+    ]  # fmt: skip
+    assert terminal.fit("- a point of a list that is long", 20).splitlines() == [
+        "- a point of a list",
+        "  that is long",
+    ]
+    chinese = terminal.fit("每个 rank 都有完整的模型，并计算批量的一部分。", 20)
+    assert max(map(terminal.columns, chinese.splitlines())) <= 20
+    assert chinese.replace("\n", "") == "每个 rank 都有完整的模型，并计算批量的一部分。".replace("\n", "")
+    code = "```bash\nweft lesson   zero\n```"
+    text = f"# Title\n\nOne paragraph\nin two lines.\n\n- a point\n  of two\n- another\n\n{code}\n"
+    filled = "# Title\n\nOne paragraph in two lines.\n\n- a point of two\n- another\n\n" + code
+    assert terminal.markdown(text, 60) == filled
+    assert terminal.markdown(text, None) == text.rstrip()
+    assert terminal.fit("w" * 25, 10).splitlines() == ["w" * 10, "w" * 10, "w" * 5]
+
+
 class Screen:
     """The command line in this process, with a terminal of some columns as its output."""
 

@@ -83,9 +83,9 @@ def test_what_cannot_be_continued_or_written_is_refused(tmp_path: Path, command:
     (tmp_path / "a.jsonl").unlink()
     settings = {"checkpoint": "runs/published/checkpoints/step-00000000", "tokens": 7}
     partial.write_text(json.dumps(settings) + "\n" + answers[0], encoding="utf-8")
-    assert "a.jsonl.partial cannot be continued: its tokens was 7 and is 6; delete it" in command(*ask).err
+    assert "a.jsonl.partial cannot be continued: it was begun with tokens=7, not 6; delete it" in command(*ask).err
     for options, text in {
-        ("--prompts", "none.jsonl"): "--prompts none.jsonl: no such file",
+        ("--prompts", "none.jsonl"): "--prompts none.jsonl: No such file or directory",
         ("--prompts", "prompts.jsonl", "--chat"): "--prompts answers a file; leave out --chat, or --prompts",
         ("--out", "a.jsonl"): "--out a.jsonl is for the answers to --prompts FILE",
     }.items():

@@ -58,9 +58,10 @@ def print_stderr(text: str, before: str = "") -> None:
 
 def print_error(text: str) -> None:
     """Print why a command ends, with the name of the program in red where the terminal shows colours."""
-    from weft.cli.terminal import paint
+    from weft.cli.terminal import fit, paint, text_width
 
-    print_stderr(text, paint("weft:", "bold red", sys.stderr) + " ")
+    name = "weft:"
+    print_stderr(fit(f"{name} {text}", text_width(sys.stderr))[len(name) :], paint(name, "bold red", sys.stderr))
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -66,8 +66,7 @@ def recipes(as_json: AsJson = False) -> None:
         print_json(lines)
         return
     width = max(len(name) for name in lines)
-    for name, text in lines.items():
-        print(f"{name:{width}}  {text}")
+    print(fit("\n".join(f"{name:{width}}  {text}" for name, text in lines.items()), text_width()))
 
 
 def lesson(
@@ -102,7 +101,7 @@ def lesson(
             print_json(lines)
         else:
             width = max(map(len, lines))
-            print(*(f"{each:{width}}  {text}" for each, text in lines.items()), sep="\n")
+            print(fit("\n".join(f"{each:{width}}  {text}" for each, text in lines.items()), text_width()))
         return
     if name not in known:
         raise JobError(f"unknown lesson {name!r}; lessons: {', '.join(known) or 'none'}")

@@ -31,7 +31,7 @@ def generate(
     temperature: Annotated[
         float, typer.Option(min=0, max=1000, help="Sampling temperature; 0 always takes the most likely token.")
     ] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, max=2**31, help="Sample from the K most likely tokens; 0 uses all.")] = 0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from the K most likely tokens; 0 uses all.")] = 0,
     top_p: Annotated[
         float, typer.Option(min=0, max=1, help="Sample from the most likely tokens of this total probability.")
     ] = 1.0,

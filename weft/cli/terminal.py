@@ -6,9 +6,9 @@ import os
 import re
 import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
 from typing import Any
+from unicodedata import east_asian_width
 
 STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 LABEL_WIDTH = 11
@@ -24,7 +24,12 @@ UNBROKEN = re.compile(
     r"|(?<=recompute) (?=\w)|(?<=\d) (?=of \d)|(?<=of) (?=\d)"
 )
 """Spaces at which lines are not broken, as in `tp 2` and `3 GiB`."""
-BULLET = re.compile(r"^(\s*(?:[-*✓!✗]|\d+\.)?\s*)")
+WORD = re.compile(r" *(?:[\u2e80-\u9fff\uf900-\ufaff]|[^ \u2e80-\u9fff\uf900-\ufaff]+)")
+"""A word, or a character of a language that is written without spaces."""
+LIST_ITEM = re.compile(r"\s*(?:[-*]|\d+\.) ")
+HEADING = re.compile(r"#+ ")
+LEAD = re.compile(r"\s*(?:(?:[✓!✗] )?\S+(?: \S+){0,2} {2,}|(?:[-*!✓✗]|\d+\.) +)?")
+"""What a continued line is indented by: a name in a column of names, a mark, or spaces."""
 
 
 def is_terminal(stream: Any) -> bool:
@@ -40,9 +45,10 @@ def has_colours(stream: Any) -> bool:
     return is_terminal(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
 
 
-def text_width() -> int | None:
+def text_width(stream: Any = None) -> int | None:
     """Columns to fit text into; None where no terminal reads it: other programs want a line for each row."""
-    return max(MIN_WIDTH, shutil.get_terminal_size().columns) if is_terminal(sys.stdout) else None
+    wanted = is_terminal(sys.stdout if stream is None else stream)
+    return max(MIN_WIDTH, shutil.get_terminal_size().columns) if wanted else None
 
 
 def paint(text: str, style: str, stream: Any = None) -> str:
@@ -58,23 +64,28 @@ def fit(text: str, width: int | None) -> str:
 
 
 def _fit_line(line: str, width: int) -> str:
-    if len(line) <= width:
+    if columns(line) <= width:
         return line
-    named = re.match(r"^(?:\S{1,10}|) +", line)  # a name and its text, or the continuation of one
-    if named and named.end() == LABEL_WIDTH:
-        first = line[:LABEL_WIDTH]
-        return first + f"\n{' ' * LABEL_WIDTH}".join(_words(line[LABEL_WIDTH:], width - LABEL_WIDTH))
-    lead = BULLET.match(line)
-    start = lead.group(1) if lead else ""
-    return start + f"\n{' ' * len(start)}".join(_words(line[len(start) :], width - len(start)))
+    match = LEAD.match(line)
+    lead = match.group() if match and match.end() <= width // 2 else ""
+    return lead + f"\n{' ' * len(lead)}".join(_words(line[len(lead) :], width - len(lead)))
 
 
 def _words(text: str, width: int) -> list[str]:
     """Lines of text. Only a word that is wider than a line is cut, and a number stays with its unit."""
-    kept = UNBROKEN.sub("\xa0", text)
-    longest = max(map(len, kept.split(" ")), default=0)
-    lines = textwrap.wrap(kept, max(1, width), break_on_hyphens=False, break_long_words=longest > width)
-    return [line.replace("\xa0", " ") for line in lines] or [""]
+    lines = [""]
+    for word in WORD.findall(UNBROKEN.sub("\xa0", text)):
+        if lines[-1] and columns(lines[-1] + word) > width:
+            lines.append("")
+        lines[-1] += word if lines[-1] else word.lstrip(" ")
+        while columns(lines[-1]) > width:
+            lines[-1:] = [lines[-1][:width], lines[-1][width:]]
+    return [line.replace("\xa0", " ") for line in lines]
+
+
+def columns(text: str) -> int:
+    """Columns of a terminal that a text takes: Chinese characters take two."""
+    return sum(2 if east_asian_width(character) in "WF" else 1 for character in text)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
@@ -118,12 +129,18 @@ def _paragraph(head: Sequence[str], row: Sequence[str], width: int) -> str:
 
 
 def markdown(text: str, width: int | None) -> str:
-    """Markdown for a terminal: paragraphs are wrapped, headings are bold; code and tables stay as they are."""
-    lines, in_code = [], False
+    """Markdown for a terminal: paragraphs are filled, headings are bold; code and tables stay as they are."""
+    if width is None:
+        return text.rstrip("\n")
+    lines: list[str] = []
+    in_code = joins = False
     for line in text.rstrip("\n").split("\n"):
         in_code ^= line.startswith("```")
-        if line.startswith("#") and not in_code:
-            lines.append(paint(line, "bold cyan"))
+        fixed = in_code or not line or line.startswith(("```", "|", "#"))
+        if joins and not fixed and not LIST_ITEM.match(line):
+            space = "" if columns(lines[-1][-1:]) > 1 else " "
+            lines[-1] += space + line.strip()
         else:
-            lines.append(line if in_code or line.startswith(("|", "```")) else fit(line, width))
-    return "\n".join(lines)
+            lines.append(line)
+        joins = not fixed
+    return "\n".join(paint(line, "bold cyan") if HEADING.match(line) else fit(line, width) for line in lines)

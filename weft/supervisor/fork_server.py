@@ -81,9 +81,9 @@ class ForkServer:
     def __init__(self, *arguments: str):
         """Start Python with these arguments; the process finds its socket in WEFT_FORK_SERVER."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._environment = {**os.environ, "WEFT_LAUNCHER": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-        self._environment.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its thread count later
-        environment = {**self._environment, "WEFT_FORK_SERVER": str(theirs.fileno())}
+        self._environment = dict(os.environ)
+        own = {"WEFT_LAUNCHER": str(os.getpid()), "WEFT_FORK_SERVER": str(theirs.fileno()), "PYTHONUNBUFFERED": "1"}
+        environment = {"OMP_NUM_THREADS": "1", **self._environment, **own}  # each rank sets its thread count later
         with theirs, signals_blocked():  # a session of its own: Ctrl-C reaches only the manager, which forwards it once
             self.process = subprocess.Popen(
                 [sys.executable, *arguments], env=environment, start_new_session=True, pass_fds=(theirs.fileno(),)

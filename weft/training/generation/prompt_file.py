@@ -100,7 +100,7 @@ class Answers:
     def _check_settings(self, before: Line) -> None:
         for key, value in self.settings.items():
             if before.get(key) != value:
-                raise self._other(f"its {key} was {_dumps(before.get(key))} and is {_dumps(value)}")
+                raise self._other(f"it was begun with {key}={_dumps(before.get(key))}, not {_dumps(value)}")
 
     def _other(self, why: str) -> JobError:
         return JobError(f"{self.partial} cannot be continued: {why}; delete it to begin again, or give another --out")
