@@ -128,7 +128,7 @@ def test_an_incomplete_run_in_dark_mode(tmp_path: Path) -> None:
 
 
 def test_a_report_on_a_phone_shows_values_and_zooms(tmp_path: Path, make_run: Callable[..., RunDir]) -> None:
-    """Without horizontal scrolling, requests or errors; long tables become lines, and wide figures scroll in a frame."""
+    """No horizontal scrolling, requests or errors; long tables become lines, and wide figures scroll in a frame."""
     run = make_run(tmp_path / "run", layers=2, tp=8, dp_shard=4)
     page_file = write_report(run)
     problems: list[str] = []
