@@ -43,8 +43,8 @@ def homes() -> str:
         '<path class="solid" d="M0 0L7 3L0 6z"/></marker></defs>'
     )
     title = "What lives on the device, in host memory and on disk"
-    begin = begin_svg(left * 2 + 3 * width + 2 * gap, top * 2 + height, title, shown=False)
-    return "\n".join([*begin, arrow, *out, "</svg>"]) + "\n"
+    opening = begin_svg(left * 2 + 3 * width + 2 * gap, top * 2 + height, title, shown=False)
+    return "\n".join([*opening, arrow, *out, "</svg>"]) + "\n"
 
 
 UNITS = 4

@@ -166,9 +166,10 @@ def gantt_svg(timeline: Timeline, title: str, until: float | None = None, unit: 
                 if (span.end > part.start and span.start < part.end) or len(stretches) == 1:
                     x = part.at(span.start)
                     out.append(_block(span, stages, x, y, part.at(span.end) - x))
+    first, last = _TOP + _ROW / 2 + 4, bottom - _GAP - _ROW / 2 + 4
     for part in stretches[1:]:
-        for y in (_TOP + _ROW / 2, bottom - _GAP - _ROW / 2) if ranks > 1 else (_TOP + _ROW / 2,):
-            out.append(f'<text class="soft" x="{part.x - _BREAK / 2:g}" y="{y + 4:g}" text-anchor="middle">⋯</text>')
+        for level in sorted({first, last}):
+            out.append(f'<text class="soft" x="{part.x - _BREAK / 2:g}" y="{level:g}" text-anchor="middle">⋯</text>')
     for part in stretches:
         out += _axis(part, stretches[0].end if len(stretches) == 1 else 3 * (part.end - part.start), bottom)
     out += _key(timeline, height - 14)

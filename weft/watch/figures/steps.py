@@ -15,6 +15,8 @@ from weft.watch.figures.figure import Figure, Record, column, number, unit_of
 # more points make the page larger and the figure no clearer
 MAX_POINTS, MAX_SMOOTH_POINTS = 1200, 500
 MAX_BINS = 40
+MAX_MARKERS = 60
+"""More evaluations are a line without markers."""
 
 
 class Mark(NamedTuple):
@@ -70,7 +72,7 @@ def loss_figure(records: Sequence[Record], events: Sequence[Record], marks: Sequ
         data.append(
             {
                 "type": "scatter",
-                "mode": "lines+markers",
+                "mode": "lines+markers" if len(val) <= MAX_MARKERS else "lines",
                 "name": "validation",
                 "x": list(val),
                 "y": list(val.values()),

@@ -102,7 +102,7 @@ export async function plan(name) {
   if (found.ranks.length) {
     parts.push(card("What lives where", h("p", {}, "Each rank, its place on the axes, and the parameters it holds. Colours are pipeline stages, or replicas."),
       h("div", { class: "ranks" }, ...found.ranks.slice(0, 512).map((r) => h("div", { class: "rank", style: { "--color": colour(r.coords.pp ?? r.coords.dp_replicate ?? r.coords.dp_shard ?? 0) } }, h("b", {}, `rank ${r.rank}`),
-        h("div", {}, Object.entries(r.coords).map(([k, v]) => `${k} ${v}`).join(" · ")), h("div", {}, `${human(r.parameters)} parameters`), r.blocks ? h("div", {}, `blocks ${r.blocks}`) : null)))));
+        h("div", {}, Object.entries(r.coords).filter(([k]) => (found.axes[k] ?? 2) > 1).map(([k, v]) => `${k} ${v}`).join(" · ")), h("div", {}, `${human(r.parameters)} parameters`), r.blocks ? h("div", {}, `blocks ${r.blocks}`) : null)))));
   }
   for (const which of ["simulated", "measured"]) if (found.pipeline[which]) parts.push(card(`Pipeline, ${which} step`, h("p", {}, `${found.pipeline.schedule}${bubbleOf(found.pipeline[which])}`), h("div", { class: "scroll" }, gantt(found.pipeline[which].spans))));
   if (found.job) parts.push(card("The job as resolved", h("pre", { class: "scroll" }, found.job)));
