@@ -53,7 +53,7 @@ EXPERTS: dict[str, Any] = {"model": {"experts": {"count": 4, "top_k": 2}}}
 def test_uneven_shares_of_ranks_that_exchange_rows_in_every_microbatch(
     pool: RankPool, sections: dict[str, Any], layout: str, counts: tuple[int, ...]
 ) -> None:
-    """Each rank keeps the number of its microbatches, or one would wait for an exchange that the other does not have."""
+    """Ranks keep the number of their microbatches, or one would wait for an exchange that the other does not have."""
     job = parity.make_job(**sections) if sections is EXPERTS else parse_job(sections)
     assert len(counts) < sum(counts) == job.train.global_batch
     reference = parity.run(pool, job, "1", 1)
