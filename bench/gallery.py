@@ -112,7 +112,7 @@ def collect(name: str, path: Path, command: str, wall_s: float, where: dict[str,
         "wall_s": round(wall_s, 1),
         "train_s": round(done["seconds"], 1),
         "memory_gib": {
-            "predicted": round(plan["predicted"].get("memory_gib", 0.0), 2),
+            "predicted": round(plan["predicted"]["memory_gib"], 2) if "memory_gib" in plan["predicted"] else None,
             "measured": round(done["measured"]["memory_gib"], 2),
         },
         "energy_wh": round(1000 * steps[-1]["energy_kwh"], 2),

@@ -110,7 +110,7 @@ def figures(name: str, run: dict[str, Any], language: str = "en") -> str:
         "| | |", "|---|---|",
         f"| {result} | {shown} |",
         f"| {layout} | {run['layout']}, {run['precision']}, {run['steps']:,} steps |",
-        f"| {memory} | {run['memory_gib']['predicted']} · {run['memory_gib']['measured']} GiB |",
+        f"| {memory} | {run['memory_gib']['predicted'] or '–'} · {run['memory_gib']['measured']} GiB |",
         f"| {duration} | {run['wall_s']:.0f} s |",
         f"| {energy} | {run['energy_wh']} Wh, {source} |",
         f"| {where} | {device}; torch {machine['torch']}, Python {machine['python']}, {machine['date']}, "

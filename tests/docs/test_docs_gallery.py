@@ -22,7 +22,7 @@ def test_every_run_is_on_the_page(path, language):
 @pytest.mark.parametrize("name", [name for name, run in GALLERY.measured().items() if not run["machine"]["gpu"]])
 def test_the_recipe_has_the_layout_of_the_run(name):
     run = GALLERY.measured()[name]
-    settings = [word for word in run["command"].split()[3:] if "=" in word]
+    settings = [word for word in run["command"].split()[3:] if "=" in word and "tokenizer" not in word]
     job, plan = make_plan(load_job(name, [*settings, "cluster.device=cpu"]), world=run["world"])
     assert plan.layout() == run["layout"]
     assert job.train.steps == run["steps"] or job.train.epochs
