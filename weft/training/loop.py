@@ -95,7 +95,7 @@ def fit(session: Session, signals: Signals) -> Exit:
                     metrics.start_clock()
         metrics.settle()
         if state.step < steps and state.step > first_step:
-            session.save(required=True)
+            session.save_between(required=True)
         session.now("checkpoint")
         session.checkpoints.wait()
         if state.step > first_step:

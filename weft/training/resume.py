@@ -24,7 +24,7 @@ from weft.parallel.data.local_sgd import Rounds
 from weft.planner.plan import Plan
 from weft.training.build import build_state
 from weft.training.initial_weights import initial_weights
-from weft.training.optional_state import load_amax_history, load_expert_counts, load_residuals
+from weft.training.optional_state import load_amax_history, load_expert_counts, load_rank_buffers, load_residuals
 from weft.watch.journal import read_jsonl
 
 if TYPE_CHECKING:
@@ -146,6 +146,7 @@ def _load_from_disk(session: Session, at_most: int | None) -> None:
         session.log.info("%s", note)
     load_amax_history(checkpoints, found, state)
     load_expert_counts(checkpoints, found, state)
+    load_rank_buffers(checkpoints, found, state, session.plan)
     _warn_about_changes(session, found.meta["job"])
     _warn_about_data(session, found.meta.get("data"))
     _truncate_sample_records(session)

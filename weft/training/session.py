@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from weft.checkpoint.checkpointer import Checkpointer
 from weft.checkpoint.memory_snapshots import Snapshots
@@ -146,8 +147,17 @@ class Session:
         """Start writing a checkpoint. A required one waits for those that are still being written."""
         self.now("checkpoint")
         self.state.agree()
+        self._write_checkpoint({}, required)
+
+    def save_between(self, required: bool = False) -> None:
+        """Start writing a checkpoint of a step that is not due for one, which changes nothing in this run."""
+        self.now("checkpoint")
+        with self.state.agreed() as rank_buffers:
+            self._write_checkpoint(rank_buffers, required)
+
+    def _write_checkpoint(self, rank_buffers: dict[str, Tensor], required: bool) -> None:
         state, meta = self.state, self.state.meta(self.job, self.plan) | {"data": fingerprint_of(self.dataset)}
-        self.checkpoints.save(state.step, state.saved(), meta, required=required)
+        self.checkpoints.save(state.step, state.saved() | rank_buffers, meta, required=required)
 
     def rebalance(self) -> None:
         """Move experts between ranks, if that pays. Only at steps that do not depend on faults and stops."""
@@ -201,7 +211,7 @@ class Session:
         if on_disk == step:
             self.checkpoints.durable = step
         elif max(on_disk, self.first_step) < due:
-            self.save()
+            self.save() if due == step else self.save_between()
 
     def roll_back(self, to: int) -> None:
         """Go back to the newest step at or before `to`: from a snapshot, else a checkpoint, else step 0."""
