@@ -101,7 +101,7 @@ def fit(session: Session, signals: Signals) -> Exit:
                     metrics.start_clock()
         metrics.settle()
         if state.step < steps and state.step > first_step and not job.checkpoint.none:
-            session.save(required=True)
+            session.save_between(required=True)
         session.now("checkpoint")
         session.checkpoints.wait()
         if state.step > first_step and not job.checkpoint.none:

@@ -25,7 +25,7 @@ from weft.planner.plan import Plan
 from weft.training.build import build_state
 from weft.training.due import Calendar
 from weft.training.initial_weights import initial_weights
-from weft.training.optional_state import load_amax_history, load_expert_counts, load_residuals
+from weft.training.optional_state import load_amax_history, load_expert_counts, load_rank_buffers, load_residuals
 from weft.training.session import Session
 from weft.watch.journal import read_jsonl
 
@@ -125,7 +125,7 @@ def save_if_due(session: Session) -> None:
     if on_disk == step:
         session.checkpoints.durable = step
     elif max(on_disk, session.first_step) < due:
-        session.save()
+        session.save() if due == step else session.save_between()
 
 
 def roll_back(session: Session, to: int) -> None:
@@ -164,6 +164,7 @@ def _load_from_disk(session: Session, at_most: int | None) -> None:
         session.log.info("%s", note)
     load_amax_history(checkpoints, found, state)
     load_expert_counts(checkpoints, found, state)
+    load_rank_buffers(checkpoints, found, state, session.plan)
     _warn_about_changes(session, found.meta["job"])
     _warn_about_data(session, found.meta.get("data"))
     _truncate_sample_records(session)

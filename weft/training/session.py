@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from torch import Tensor
+
 from weft.checkpoint.checkpointer import Checkpointer
 from weft.checkpoint.memory_snapshots import Snapshots
 from weft.checkpoint.merge_snapshots import snapshot_layout
@@ -122,8 +124,17 @@ class Session:
         """Start writing a checkpoint. A required one waits for those that are still being written."""
         self.now("checkpoint")
         self.state.agree()
+        self._write_checkpoint({}, required)
+
+    def save_between(self, required: bool = False) -> None:
+        """Start writing a checkpoint of a step that is not due for one, which changes nothing in this run."""
+        self.now("checkpoint")
+        with self.state.agreed() as rank_buffers:
+            self._write_checkpoint(rank_buffers, required)
+
+    def _write_checkpoint(self, rank_buffers: dict[str, Tensor], required: bool) -> None:
         state, meta = self.state, self.state.meta(self.job, self.plan) | {"data": fingerprint_of(self.dataset)}
-        self.checkpoints.save(state.step, state.saved(), meta, required=required)
+        self.checkpoints.save(state.step, state.saved() | rank_buffers, meta, required=required)
 
     def rebalance(self) -> None:
         """Move experts between ranks, if that pays. Only at steps that do not depend on faults and stops."""

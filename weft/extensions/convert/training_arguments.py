@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from weft.extensions.convert.settings import (
+    KEEP_ALL,
     Result,
     Rule,
     Settings,
@@ -15,6 +16,7 @@ from weft.extensions.convert.settings import (
     choice,
     device_batch,
     is_off,
+    keep_newest,
     partly,
     switch,
     to,
@@ -189,7 +191,7 @@ def shared_table(micro_batch: str = "per_device_train_batch_size") -> dict[str, 
         "save_strategy": _strategy("checkpoint.every"),
         "eval_strategy": _strategy("train.eval_every"),
         "evaluation_strategy": _strategy("train.eval_every"),
-        "save_total_limit": to("checkpoint.keep"),
+        "save_total_limit": keep_newest,
         "seed": to("train.seed"),
         "bf16": switch({"precision": "bf16"}),
         "fp16": switch({"precision": "fp16"}),
@@ -301,6 +303,7 @@ DEFAULTS: dict[str, tuple[Any, str]] = {
     "train.seed": (42, "the default of TrainingArguments"),
     "train.eval_every": (0, "evaluation is off by default"),
     "checkpoint.every": (500, "the default of TrainingArguments"),
+    "checkpoint.keep": (KEEP_ALL, "save_total_limit is not given: every checkpoint is kept"),
     "optim.clip": (1.0, "the default of TrainingArguments"),
     "watch.every": (500, "the default of TrainingArguments"),
     "comm.timeout_s": (1800, "the default of TrainingArguments"),
