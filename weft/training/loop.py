@@ -9,9 +9,9 @@ from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 from weft.data.loader import to_device
+from weft.data.sample_order import Calendar
 from weft.guards.out_of_memory import is_oom
 from weft.job.errors import DivergedError, Exit
-from weft.training.due import Calendar
 from weft.training.figures.pipeline_timeline import recording
 from weft.training.garbage_collection import GarbageCollection
 from weft.training.metrics import StepMetrics, measured_figures

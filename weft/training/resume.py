@@ -14,6 +14,7 @@ from weft.checkpoint.memory_snapshots import newest_common
 from weft.checkpoint.merge_snapshots import save_merged_snapshots
 from weft.checkpoint.snapshot_file import SnapshotLayout
 from weft.data.dataset import fingerprint_of
+from weft.data.sample_order import Calendar
 from weft.guards.loss_spikes import BASELINE_STEPS
 from weft.job.compression import parse_compression
 from weft.job.data import sample_fields
@@ -23,7 +24,6 @@ from weft.job.schema import Model
 from weft.parallel.data.local_sgd import Rounds
 from weft.planner.plan import Plan
 from weft.training.build import build_state
-from weft.training.due import Calendar
 from weft.training.initial_weights import initial_weights
 from weft.training.optional_state import load_amax_history, load_expert_counts, load_rank_buffers, load_residuals
 from weft.training.session import Session

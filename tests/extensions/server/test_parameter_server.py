@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from weft.data.sample_order import Calendar
 from weft.extensions.server.chief import Chief, _serve, connect_shard
 from weft.extensions.server.client_samples import sample_clients, sample_labels, split_by_label
 from weft.extensions.server.connections import Connections, Peer
@@ -30,7 +31,6 @@ from weft.job.files.run_folder import RunDir
 from weft.job.schema import Job, Optim
 from weft.optim.build_optimizers import build_optimizers
 from weft.planner import make_plan
-from weft.training.due import Calendar
 from weft.training.stop_requests import Signals
 from weft.watch.journal import Journal, read_jsonl
 from weft.watch.progress import Progress

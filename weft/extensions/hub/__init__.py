@@ -26,8 +26,8 @@ FAMILIES.register(
 IMPLEMENTATIONS.register(
     Implementation(
         "transformers", "The class of the installed transformers.", f"{PACKAGE}.config:reads",
-        f"{PACKAGE}.config:checkpoint_fields", f"{PRETRAINED}.config:tokenizer_path", f"{PACKAGE}.reader:HubWeights",
-        f"{PRETRAINED}.checkpoint_folder:end_tokens", f"{PRETRAINED}.checkpoint_folder:trained_positions",
-        family="transformers", export=f"{PACKAGE}.export:write_hub_folder", fallback=True,
+        f"{PACKAGE}.config:checkpoint_fields", f"{PRETRAINED}.config:tokenizer_path",
+        f"{PACKAGE}.hub_weights:HubWeights", f"{PRETRAINED}.checkpoint_folder:end_tokens", f"{PRETRAINED}.checkpoint_folder:trained_positions",
+        family="transformers", export=f"{PACKAGE}.hub_folder:write_hub_folder", fallback=True,
     )
 )  # fmt: skip

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from weft.extensions.hub.attention import NAME, register, tokens
 from weft.extensions.hub.config import causal_class, make_config
+from weft.extensions.hub.copies_internals import set_child, set_host_parameters
 from weft.extensions.hub.parts import tensor_parts
 from weft.job.errors import JobError
 from weft.job.schema import Model
@@ -108,7 +109,7 @@ def _configs(config: Any) -> Iterator[Any]:
 class Skipped(nn.Module):
     """Stands where another stage has a block. It returns its input, or what the stage before sent."""
 
-    def __init__(self, block: nn.Module, stage: Stage, gives: bool, takes: bool, returns_tuple: bool):
+    def __init__(self, block: nn.Module, stage: HubStage, gives: bool, takes: bool, returns_tuple: bool):
         super().__init__()
         for key, value in vars(block).items():
             if not key.startswith("_") and not isinstance(value, nn.Module | Tensor) and key != "training":
@@ -117,7 +118,7 @@ class Skipped(nn.Module):
 
     def forward(self, *args: Any, **named: Any) -> Any:
         x = args[0] if args else named["hidden_states"]
-        stage: Stage = self.__dict__["stage"]
+        stage: HubStage = self.__dict__["stage"]
         if self.takes:
             stage.sent = x
         if self.gives:
@@ -132,7 +133,7 @@ class Absent(nn.Module):
         return x if x.is_floating_point() else torch.zeros((), device=x.device)
 
 
-class Stage:
+class HubStage:
     """What a stage of a pipeline receives and sends in one forward pass."""
 
     received: Tensor | None = None
@@ -219,7 +220,7 @@ class HubModel(nn.Module):
         if positions.dim() == 1:
             positions = positions.unsqueeze(0).expand(inputs.shape[0], -1)
         named: dict[str, Any] = {"position_ids": positions} if self.takes_positions else {}
-        stage: Stage | None = self.__dict__["stage"]
+        stage: HubStage | None = self.__dict__["stage"]
         if stage is not None:
             stage.received, stage.sent = hidden, None
         if hidden is None:
@@ -245,7 +246,7 @@ class HubModel(nn.Module):
 
     def keep(self, first: int, last: int, begins: bool, ends: bool) -> None:
         """Keep only blocks first … last - 1, what is before them if `begins` and what is after them if `ends`."""
-        stage = self.__dict__["stage"] = Stage()
+        stage = self.__dict__["stage"] = HubStage()
         blocks = self.blocks
         inside = inspect.getsource(inspect.unwrap(type(self.text_model).forward))
         returns_tuple = bool(re.search(r"=\s*\w*outputs?\w*\[0\]", inside))
@@ -292,16 +293,14 @@ class HubModel(nn.Module):
             chain.append(copy.copy(module))
             fillers.append(module if hasattr(module, "_init_weights") else fillers[-1])
         for owner, child, part in zip(chain, chain[1:], path, strict=False):
-            owner.__dict__["_modules"] = {**owner._modules, part: child}
-        own = chain[-1]._parameters.items()  # on the host: the same values for every device
-        own = {k: p if p is None else nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device="cpu")) for k, p in own}
-        chain[-1].__dict__["_parameters"] = own
+            set_child(owner, part, child)
+        params = set_host_parameters(chain[-1])  # on the host: the same values for every device
         start = generator(seed, name, torch.device("cpu")).initial_seed()
         with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(start)  # transformers draws from it
             for module, filler in zip(reversed(chain), reversed(fillers), strict=True):
                 filler._init_weights(module)
-            tensor.copy_(own[key])
+            tensor.copy_(params[key])
 
 
 class LossHead(nn.Linear):

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 from weft.job.schema import Job
 
 if TYPE_CHECKING:
+    from weft.extensions.hub.facts import TypeFacts
     from weft.planner.plan import Plan
-
-
-@dataclass(frozen=True)
-class TypeFacts:
-    """What a type of transformers allows."""
-
-    name: str
-    """Its model_type."""
-    no_tp: str | None
-    """Why tensor parallelism is not possible."""
-    no_pp: str | None
-    no_cp: str | None
-    no_docs: str | None
-    """Why tokens of several documents cannot be kept apart."""
 
 
 def split_axes(job: Job) -> set[str]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from weft.checkpoint.checkpointer import Checkpointer
 from weft.data.loader import Batch, to_device, val_batches
 from weft.data.open_dataset import open_dataset
+from weft.data.sample_order import Calendar
 from weft.extensions.server.connections import Connections
 from weft.extensions.server.coordinator import RunCoordinator
 from weft.extensions.server.federated_averaging import FederatedAveraging
@@ -34,7 +35,6 @@ from weft.parallel.units import find_units
 from weft.planner.plan import Plan
 from weft.planner.sync import one_replica
 from weft.training.build import build_state
-from weft.training.due import Calendar
 from weft.training.initial_weights import published_weights
 from weft.training.metrics import measured_figures
 from weft.training.state import State

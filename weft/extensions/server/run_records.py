@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
+from weft.data.sample_order import Calendar
 from weft.job.schema import Job
 from weft.planner.model.counts import flops_per_sample
 from weft.planner.model.reference_rate import mfu_peak_flops
 from weft.planner.plan import Plan
-from weft.training.due import Calendar
 from weft.training.metrics import unit_of_targets
 from weft.watch.journal import Journal
 from weft.watch.progress import Progress

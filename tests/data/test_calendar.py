@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from helpers.command import Output, weft
 
+from weft.data.sample_order import Calendar
 from weft.job.files.run_folder import RunDir
 from weft.job.train import BatchRamp
-from weft.training.due import Calendar
 from weft.watch.journal import read_jsonl
 
 JOB = {
