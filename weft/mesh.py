@@ -27,7 +27,7 @@ from weft.comm.shards import sharded_axes
 from weft.hardware.network import export_interface
 from weft.hardware.rank_environment import launcher_backend, rank_info
 from weft.hardware.shared_devices import act_as_own_host, memory_fraction, ranks_per_device, use_many_queues
-from weft.job.backends import BACKENDS
+from weft.job.comm import BACKENDS
 from weft.job.errors import MachineError
 from weft.job.import_by_name import find_object
 from weft.planner.plan import Plan

@@ -21,7 +21,7 @@ from helpers import parity
 from weft.comm import algorithms
 from weft.comm.axis import Axis, native_all_gather, native_reduce_scatter
 from weft.extensions.mpi import mpi_work
-from weft.job.backends import BACKENDS
+from weft.job.comm import BACKENDS
 from weft.launch.rank_pool import RankPool
 from weft.mesh import connect
 from weft.planner.plan import Plan

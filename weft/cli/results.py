@@ -222,8 +222,8 @@ def export(
 ) -> None:
     """Export the weights of a run, for other tools, or its metrics, for a tracker."""
     from weft.job.errors import JobError
-    from weft.job.export_formats import EXPORT_FORMATS
     from weft.job.files.run_folder import find_run
+    from weft.job.interchange import EXPORT_FORMATS
     from weft.job.load import load_job
     from weft.job.watch import TRACKERS
 

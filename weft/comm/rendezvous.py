@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from weft.comm.tcp_store import tcp_store
 from weft.hardware.rank_environment import launcher_backend, rank_info, whole_number
-from weft.job.backends import BACKENDS
+from weft.job.comm import BACKENDS
 from weft.job.import_by_name import find_object
 
 MIN_RENDEZVOUS_TIMEOUT = datetime.timedelta(seconds=300)

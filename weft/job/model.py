@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from weft.job.implementations import IMPLEMENTATIONS
+from weft.job.interchange import IMPLEMENTATIONS
 from weft.job.model_parts.attention_settings import Latent, RopeScaling
 from weft.job.model_parts.expert_settings import Experts
 from weft.job.model_parts.lora_settings import Lora

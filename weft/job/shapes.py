@@ -11,8 +11,8 @@ from weft.job.data_files.image_folders import count_classes
 from weft.job.data_files.token_files import META, TOKENIZER, mask_token, read_meta, tokenizer_vocab
 from weft.job.errors import JobError
 from weft.job.field_uses import check_field_uses, check_own_module
-from weft.job.implementations import choose_implementation, read_published
 from weft.job.import_by_name import find_object
+from weft.job.interchange import choose_implementation, read_published
 from weft.job.model import FAMILIES, Family
 from weft.job.schema import Data, Experts, Job, Model
 

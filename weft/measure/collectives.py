@@ -19,7 +19,7 @@ import torch
 from weft.comm.algorithms import ALGORITHMS
 from weft.hardware.linear_fit import fit_line
 from weft.hardware.rank_environment import RankInfo, export_torchrun_variables, launcher_backend, rank_info
-from weft.job.backends import BACKENDS
+from weft.job.comm import BACKENDS
 from weft.job.errors import FitError, JobError, MachineError
 from weft.launch.rank_pool import RankPool
 from weft.measure.collective_times import DTYPES, KINDS, Case, cases, measure

@@ -10,7 +10,7 @@ from weft.hardware.catalog import Device, device_by_product, find_device
 from weft.hardware.probe import Machine, probe
 from weft.hardware.rank_environment import launcher_backend
 from weft.hardware.shared_devices import memory_fraction, ranks_per_device
-from weft.job.backends import BACKENDS
+from weft.job.comm import BACKENDS
 from weft.job.errors import JobError, MachineError
 from weft.job.schema import Job
 from weft.planner.plan import AXES, Plan

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from weft.data.dataset import Dataset
 from weft.data.sources import is_user_dataset
-from weft.job.implementations import read_published
+from weft.job.interchange import read_published
 from weft.job.schema import Job
 
 

@@ -16,10 +16,10 @@ from weft.data.store import is_store
 from weft.job.checkpoint import Checkpoint
 from weft.job.data_files.token_files import TOKENIZER
 from weft.job.errors import JobError, MachineError, check_output_file
-from weft.job.export_formats import EXPORT_FORMATS
 from weft.job.files.run_folder import RunDir
 from weft.job.files.store_path import explain
 from weft.job.import_by_name import find_object
+from weft.job.interchange import EXPORT_FORMATS
 from weft.job.load import parse_job, read_fields
 from weft.job.model import FAMILIES
 from weft.job.schema import Job

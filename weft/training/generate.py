@@ -12,8 +12,8 @@ from weft.checkpoint.format import SavedCheckpoint
 from weft.data.sources import open_tokenizer
 from weft.data.tokenizer import Tokenizer
 from weft.job.errors import JobError
-from weft.job.implementations import read_published
 from weft.job.import_by_name import find_object
+from weft.job.interchange import read_published
 from weft.job.schema import Job
 from weft.training.export import load_model
 from weft.training.generation.next_logits import NextLogits

@@ -11,8 +11,8 @@ from weft.checkpoint.reader import Index
 from weft.job.errors import JobError
 from weft.job.files.run_folder import RunDir
 from weft.job.files.store_path import AnyPath
-from weft.job.implementations import implementation_of
 from weft.job.import_by_name import find_object
+from weft.job.interchange import implementation_of
 from weft.job.schema import Job
 from weft.mesh import Mesh
 

@@ -19,8 +19,8 @@ from weft.checkpoint.reader import load_full
 from weft.extensions.pretrained.interchange.foreign_export import WRITERS
 from weft.extensions.pretrained.interchange.import_run import import_run
 from weft.job.errors import JobError, describe_file_error
-from weft.job.export_formats import EXPORT_FORMATS
 from weft.job.files.run_folder import RunDir
+from weft.job.interchange import EXPORT_FORMATS
 from weft.job.load import parse_job
 from weft.job.shapes import resolve
 from weft.training.export import ExportOptions, export_run, newest

@@ -5,7 +5,7 @@ the installed transformers knows. Attention and layouts are Weft's: the tables o
 """
 
 from weft.extensions.hub.weight_table import table_weights
-from weft.job.implementations import IMPLEMENTATIONS, Implementation
+from weft.job.interchange import IMPLEMENTATIONS, Implementation
 from weft.job.model import FAMILIES, Family
 
 REQUIRES = ("pretrained",)
@@ -27,7 +27,8 @@ IMPLEMENTATIONS.register(
     Implementation(
         "transformers", "The class of the installed transformers.", f"{PACKAGE}.config:reads",
         f"{PACKAGE}.config:checkpoint_fields", f"{PRETRAINED}.config:tokenizer_path",
-        f"{PACKAGE}.hub_weights:HubWeights", f"{PRETRAINED}.checkpoint_folder:end_tokens", f"{PRETRAINED}.checkpoint_folder:trained_positions",
+        f"{PACKAGE}.hub_weights:HubWeights", f"{PRETRAINED}.checkpoint_folder:end_tokens",
+        f"{PRETRAINED}.checkpoint_folder:trained_positions",
         family="transformers", export=f"{PACKAGE}.hub_folder:write_hub_folder", fallback=True,
     )
 )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Shallow copies of modules with another child or other parameters; the originals stay as they are.
+"""Shallow copies of modules with another child or other parameters, and buffers in host memory.
 
-Uses nn.Module's dictionaries `_modules` and `_parameters`.
+Uses nn.Module's dictionaries `_modules`, `_parameters` and `_buffers`.
 """
 
 from __future__ import annotations
@@ -22,3 +22,8 @@ def set_host_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     }
     module.__dict__["_parameters"] = zeros
     return zeros
+
+
+def set_host_buffer(module: nn.Module, name: str, like: torch.Tensor) -> None:
+    """Replace a buffer by zeros in host memory; it stays persistent, or not, as it is."""
+    module._buffers[name] = torch.zeros(like.shape, dtype=like.dtype, device="cpu")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from weft.extensions.hub.attention import NAME, register, tokens
 from weft.extensions.hub.config import causal_class, make_config
-from weft.extensions.hub.copies_internals import set_child, set_host_parameters
+from weft.extensions.hub.copies_internals import set_child, set_host_buffer, set_host_parameters
 from weft.extensions.hub.parts import tensor_parts
 from weft.job.errors import JobError
 from weft.job.schema import Model
@@ -340,7 +340,7 @@ def fill_buffers(model: Any) -> None:
     for module in model.modules():
         empty = {n: b for n, b in module.named_buffers(recurse=False) if b.is_meta}
         for name, buffer in empty.items():
-            module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu")
+            set_host_buffer(module, name, buffer)
         if empty:
             with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(0)

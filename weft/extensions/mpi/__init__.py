@@ -3,7 +3,7 @@
 Registers the target `mpi` of `weft launch` and the backend `mpi` of `comm.backend`.
 """
 
-from weft.job.backends import BACKENDS, Backend
+from weft.job.comm import BACKENDS, Backend
 from weft.launch.targets.target_kinds import LAUNCH_TARGETS, TargetKind
 
 LAUNCH_TARGETS.register(TargetKind("mpi", "weft.extensions.mpi.mpi_target:MpiTarget"))

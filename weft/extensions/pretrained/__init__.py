@@ -5,8 +5,7 @@ torchtitan, deepspeed and megatron of `weft export`.
 """
 
 from weft.cli.commands import COMMANDS, RESULTS, Command
-from weft.job.export_formats import EXPORT_FORMATS, ExportFormat
-from weft.job.implementations import IMPLEMENTATIONS, Implementation
+from weft.job.interchange import EXPORT_FORMATS, IMPLEMENTATIONS, ExportFormat, Implementation
 
 PACKAGE = __name__
 

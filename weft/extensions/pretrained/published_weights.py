@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from weft.job.implementations import implementation_of
 from weft.job.import_by_name import find_object
+from weft.job.interchange import implementation_of
 from weft.job.schema import Model
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.hardware.rank_environment import launcher_backend, rank_info
-from weft.job.backends import BACKENDS
+from weft.job.comm import BACKENDS
 from weft.job.compression import parse_compression
 from weft.job.schema import Job
 from weft.planner.plan import Plan

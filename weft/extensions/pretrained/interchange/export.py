@@ -28,8 +28,8 @@ from weft.extensions.pretrained.writer import write_checkpoint_folder
 from weft.job.errors import JobError
 from weft.job.files.checked_files import read_json
 from weft.job.files.run_folder import RunDir
-from weft.job.implementations import implementation_of
 from weft.job.import_by_name import find_object
+from weft.job.interchange import implementation_of
 from weft.job.schema import Job
 from weft.models.build_model import meta_model
 from weft.training.export import ExportOptions, load_buffers, saved_job, tokenizer_file, without_average

@@ -1,4 +1,4 @@
-"""What reads published checkpoints and makes their models (`model.implementation`)."""
+"""Weights in and out: what reads published checkpoints (`model.implementation`), and the formats of `weft export`."""
 
 from __future__ import annotations
 
@@ -60,3 +60,22 @@ def implementation_of(family: str | None) -> Implementation:
 def read_published(name: str, what: str) -> Any:
     """A fact of a published checkpoint: the value of a function of its Implementation."""
     return find_object(getattr(choose_implementation(name), what), "model.pretrained")(name)
+
+
+@dataclass(frozen=True)
+class ExportFormat:
+    """A format of weights."""
+
+    name: str
+    """As `--to` takes it."""
+    output: str
+    """The default name of the export in the run's folder: a file if it has a suffix, else a folder."""
+    write: str
+    """`module:function` of (run, checkpoint, format, path, options, the user's job, trust_module) that writes it and
+    returns the bytes of the weights."""
+
+
+EXPORT_FORMATS: Registry[ExportFormat] = Registry("--to", __name__)
+
+for name, output in (("safetensors", "model.safetensors"), ("torch", "model.pt")):
+    EXPORT_FORMATS.register(ExportFormat(name, output, "weft.training.export:export_own_names"))
