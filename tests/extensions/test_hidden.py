@@ -81,3 +81,13 @@ def test_nobody_else_names_it(name: str) -> None:
         if inside or (path.parent == ROOT and path.name in (*ALIASES, "__init__.py")):
             continue
         assert not named.search(path.read_text(encoding="utf-8")), f"{path.relative_to(ROOT)} names {name}"
+
+
+def test_published_checkpoints_need_their_extension(tmp_path: Path) -> None:
+    environment = without(tmp_path, "pretrained")
+    done = subprocess.run(
+        [sys.executable, "-m", "weft", "plan", "tiny", "model=hf:nowhere/nothing"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "model.pretrained=nowhere/nothing: no extension reads published checkpoints" in done.stderr

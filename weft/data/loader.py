@@ -208,11 +208,13 @@ class Loader:
         parts = shares.slices(self._dp_rank)
         if self._workers is None:
             batches = read_samples(self._dataset, ids, indices, parts, self._epoch_len)
-        elif found := self._workers.read(ids, indices, parts, self._epoch_len, self._pin):
-            batches = [{"ids": torch.from_numpy(ids[part].copy()), **b} for part, b in zip(parts, found, strict=True)]
+        elif microbatches := self._workers.read(ids, indices, parts, self._epoch_len, self._pin):
+            batches = [
+                {"ids": torch.from_numpy(ids[part].copy()), **b} for part, b in zip(parts, microbatches, strict=True)
+            ]
         else:
-            apart = self._workers.read_apart(ids, indices, parts, self._epoch_len)
-            batches = [_stack(apart[part], ids[part], padding_of(self._dataset)) for part in parts]
+            samples = self._workers.read_apart(ids, indices, parts, self._epoch_len)
+            batches = [_stack(samples[part], ids[part], padding_of(self._dataset)) for part in parts]
         if self._pin:
             batches = [{key: value.pin_memory() for key, value in batch.items()} for batch in batches]
         return _Step(step, shares, ids, indices, batches)
@@ -286,8 +288,8 @@ def _void(sample: Sample) -> Sample:
 
 def padding_of(dataset: Dataset) -> Padding | None:
     """How the samples of a dataset are padded, if they have different lengths."""
-    found: Padding | None = getattr(dataset, "padding", None)
-    return found
+    padding: Padding | None = getattr(dataset, "padding", None)
+    return padding
 
 
 def padded_ids(key: str, arrays: list[np.ndarray]) -> list[np.ndarray]:

@@ -126,8 +126,8 @@ class SampleOrder:
             return ids % length
         out = np.empty(ids.size, dtype=np.int64)
         for epoch in np.unique(ids // length):
-            here = np.flatnonzero(ids // length == epoch)
-            out[here] = self._in_blocks(seed, int(epoch), ids[here] % length, length)
+            places = np.flatnonzero(ids // length == epoch)
+            out[places] = self._in_blocks(seed, int(epoch), ids[places] % length, length)
         return out
 
     def _in_blocks(self, seed: int, epoch: int, places: Ints, length: int) -> Ints:
@@ -135,9 +135,11 @@ class SampleOrder:
         out = places.copy()  # the last samples, which fill no block, stay at the end, in an order of their own
         full = places < whole * self.block
         for block in np.unique(places[full] // self.block):
-            here = full & (places // self.block == block)
+            inside = full & (places // self.block == block)
             source = shuffle(seed, epoch, int(block), whole)
-            out[here] = source * self.block + self._shuffled(seed, epoch, source, places[here] % self.block, self.block)
+            out[inside] = source * self.block + self._shuffled(
+                seed, epoch, source, places[inside] % self.block, self.block
+            )
         if rest and (~full).any():
             at = whole * self.block
             out[~full] = at + self._shuffled(seed, epoch, whole, places[~full] - at, rest)
@@ -169,9 +171,9 @@ class OrderedDataset:
 def indices_of(dataset: Any, seed: int, ids: Ints, in_epoch: int | None = None) -> Ints:
     """The indices of a run's samples in a dataset: in its own order if it has one, else shuffled one by one. An epoch
     has `in_epoch` ids, by default all samples; a dataset with its own order has epochs of its own."""
-    own = getattr(dataset, "sample_indices", None)
-    found: Ints = sample_index(seed, ids, dataset.train_len, in_epoch) if own is None else own(seed, ids)
-    return found
+    ordered = getattr(dataset, "sample_indices", None)
+    indices: Ints = sample_index(seed, ids, dataset.train_len, in_epoch) if ordered is None else ordered(seed, ids)
+    return indices
 
 
 def epoch_len(dataset: Dataset, global_batch: int, drop_last: bool) -> int:

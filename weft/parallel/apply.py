@@ -67,13 +67,13 @@ def parallelize(
         # attention uses the group of cp at the same time, and fake peers need no worker
         worker = BackgroundWorker(mesh.device, synchronous=axis.name == "cp" or dist.get_backend(axis.group) == "fake")
     check_model(model, plan)
-    own = cut_into_stages(model, plan)
-    if own is not None:
-        model.stage_units = own.units  # type: ignore[assignment]
+    module_stages = cut_into_stages(model, plan)
+    if module_stages is not None:
+        model.stage_units = module_stages.units  # type: ignore[assignment]
         with torch.no_grad():
             for value in (*model.parameters(), *model.buffers()):
                 value.copy_(same_everywhere(value.to(mesh.device), mesh))
-    split = plan.split if own is None else ()  # that of a module counts its parts with weights
+    split = plan.split if module_stages is None else ()  # that of a module counts its parts with weights
     recomputed = recomputed_units(list(find_units(model)), plan.recompute, plan.pp * plan.virtual_stages, split)
     kinds = [kind for kind in SPREADERS if kind.wanted(model, plan)]
     separate = [find_object(kind.take_out, "spreader")(model, mesh, plan, seed) for kind in kinds if kind.take_out]
@@ -91,8 +91,8 @@ def parallelize(
     schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)
     stages = {}
     for index in schedule.stages_of(pp.rank):
-        if own is not None:
-            stage = own.stage(index)
+        if module_stages is not None:
+            stage = module_stages.stage(index)
         else:
             stage = copy.deepcopy(model)
             first, end = plan.split[index]
@@ -101,7 +101,11 @@ def parallelize(
     cut = plan.tp if plan.sequence else 1
     at_once = frozenset(i for i, stage in stages.items() if recomputed.keys() & find_units(stage.module).keys())
     load.watch(*(stage.module for stage in stages.values()))
-    ties = own.ties if own is not None else dict.fromkeys(aliases_of(model).values(), (0, schedule.stages - 1))
+    ties = (
+        module_stages.ties
+        if module_stages is not None
+        else dict.fromkeys(aliases_of(model).values(), (0, schedule.stages - 1))
+    )
     return Pipelined(stages, schedule, pp, mesh.device, COMPUTE_DTYPES[plan.precision], cut, load, at_once, ties)
 
 
@@ -215,14 +219,14 @@ def _data_parallel(
         copied = bool(_copied_over(mesh, plan))
         meter_collectives(model, mesh, plan.joint_axis, copied)
         return Shards(model, plan.zero, copied, compressor)
-    axis, late = mesh.axis(plan.joint_axis), mesh.axis("late_sum")
+    axis, late_axis = mesh.axis(plan.joint_axis), mesh.axis("late_sum")
     start = summing(axis, plan.allreduce, ranks_of_a_node(plan)) if axis else None
     released = plan.gradient_home == "released"
     on_host = gradients_away(model, units, released) if plan.gradient_home != "device" else frozenset()
     return Replicas(
         model, axis, COMPUTE_DTYPES[plan.precision], plan.bucket_mb, summed, start,
-        *expert_gradient_sum(model, mesh), compressor, DelayedSums(late) if late else None, low_halves, on_host,
-        released,
+        *expert_gradient_sum(model, mesh), compressor, DelayedSums(late_axis) if late_axis else None, low_halves,
+        on_host, released,
     )  # fmt: skip
 
 

@@ -115,11 +115,11 @@ class SpreadModel:
         self.data.microbatch(last)
 
     def backward(
-        self, batches: list[Batch], loss_of: LossOf, scale: float, meanwhile: Callable[[], None] = nothing
+        self, batches: list[Batch], loss_of: LossOf, scale: float, overlap_callback: Callable[[], None] = nothing
     ) -> Tensor:
         """Forward and backward over a step's microbatches: the gradients of loss · scale. Returns the summed loss.
 
-        `meanwhile` is called after the last backward pass, while gradients are still being reduced.
+        `overlap_callback` is called after the last backward pass, while gradients are still being reduced.
         """
         total = torch.zeros((), device=batches[0]["ids"].device)
         self.begin(scale)
@@ -128,7 +128,7 @@ class SpreadModel:
             loss = loss_of(self.module, batch)
             (loss * scale).backward()
             total += loss.detach()
-        self.finish(meanwhile)
+        self.finish(overlap_callback)
         return total
 
     @torch.no_grad()
@@ -141,9 +141,9 @@ class SpreadModel:
         self.module.train()
         return torch.stack(losses).sum(0)
 
-    def finish(self, meanwhile: Callable[[], None] = nothing) -> None:
+    def finish(self, overlap_callback: Callable[[], None] = nothing) -> None:
         """Complete the gradients after the last backward pass; a weight that was not used has one of zeros."""
-        self.data.finish(meanwhile)
+        self.data.finish(overlap_callback)
         home = self.data.gradient_home
         if home is not None:
             home.finish()

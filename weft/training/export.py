@@ -34,27 +34,27 @@ def newest(run: RunDir) -> SavedCheckpoint:
     section = read_fields(str(run.job)).get("checkpoint") or {}
     folder = run.checkpoints_in(Checkpoint.model_validate(section).to)
     try:
-        found = newest_good(folder)
+        checkpoint = newest_good(folder)
     except OSError as error:
         raise MachineError(f"{folder} cannot be read: {explain(error)}") from None
-    if found is None and folder != run.checkpoints:
-        found = newest_good(run.checkpoints)  # trained or imported before checkpoint.to was set
-    if found is None:
+    if checkpoint is None and folder != run.checkpoints:
+        checkpoint = newest_good(run.checkpoints)  # trained or imported before checkpoint.to was set
+    if checkpoint is None:
         damaged = [
             f"; {path.name} is damaged: {why}" for path in list_checkpoints(folder)[-1:] if (why := verify(path))
         ]
         raise JobError(f"{run.path} has no good checkpoint yet; train it first{''.join(damaged)}")
-    return found
+    return checkpoint
 
 
-def load_params(found: SavedCheckpoint, ema: bool = False) -> dict[str, Tensor]:
+def load_params(checkpoint: SavedCheckpoint, ema: bool = False) -> dict[str, Tensor]:
     """Every parameter, unsharded, in fp32, by its name in the model."""
-    params = {n.removeprefix("model."): _fp32(t) for n, t in load_full(found.path, "model.").items()}
+    params = {n.removeprefix("model."): _fp32(t) for n, t in load_full(checkpoint.path, "model.").items()}
     if not ema:
         return params
-    averages = {n.removeprefix("ema."): _fp32(t) for n, t in load_full(found.path, "ema.").items()}
+    averages = {n.removeprefix("ema."): _fp32(t) for n, t in load_full(checkpoint.path, "ema.").items()}
     if not averages:
-        raise without_average(found)
+        raise without_average(checkpoint)
     return params | averages  # frozen weights have no average
 
 
@@ -62,64 +62,66 @@ def _fp32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def without_average(found: SavedCheckpoint) -> JobError:
+def without_average(checkpoint: SavedCheckpoint) -> JobError:
     """The error of asking for the averaged weights of a checkpoint without them."""
-    return JobError(f"{found.path} holds no moving average; train with train.ema to get one")
+    return JobError(f"{checkpoint.path} holds no moving average; train with train.ema to get one")
 
 
-def load_buffers(found: SavedCheckpoint) -> dict[str, Tensor]:
+def load_buffers(checkpoint: SavedCheckpoint) -> dict[str, Tensor]:
     """Every buffer that the model saves, such as running statistics."""
-    return {n.removeprefix("buffer."): t for n, t in load_full(found.path, "buffer.").items()}
+    return {n.removeprefix("buffer."): t for n, t in load_full(checkpoint.path, "buffer.").items()}
 
 
-def saved_job(found: SavedCheckpoint, own: Job | None = None, trust_module: bool = False) -> Job:
+def saved_job(checkpoint: SavedCheckpoint, own: Job | None = None, trust_module: bool = False) -> Job:
     """The job in a checkpoint's metadata, which anyone may have written. A module that it names is refused unless
     `own`, the job that the user gave, names it too, or it is trusted; its sizes must be those of the tensors."""
-    raw = found.meta.get("job")
+    raw = checkpoint.meta.get("job")
     if not isinstance(raw, dict):
-        raise JobError(f"{found.path} has no job in its metadata; use a checkpoint of `weft train`")
+        raise JobError(f"{checkpoint.path} has no job in its metadata; use a checkpoint of `weft train`")
     job = parse_job(raw)
     module = job.model.module
     if not module and not job.model.family:
-        raise JobError(f"{found.path} has an incomplete model in its metadata: it names neither a family nor a module")
+        raise JobError(
+            f"{checkpoint.path} has an incomplete model in its metadata: it names neither a family nor a module"
+        )
     weft_module = FAMILIES[job.model.family].build if job.model.family else None
     if module not in (None, weft_module) and not trust_module and (own is None or own.model.module != module):
         raise JobError(
-            f"{found.path} names the module {module!r}, and the run's job.yaml does not: code is imported only from "
-            "your own job; --trust-module imports it"
+            f"{checkpoint.path} names the module {module!r}, and the run's job.yaml does not: code is imported only "
+            "from your own job; --trust-module imports it"
         )
-    _check_sizes(found, job)
+    _check_sizes(checkpoint, job)
     return job
 
 
-def _check_sizes(found: SavedCheckpoint, job: Job) -> None:
+def _check_sizes(checkpoint: SavedCheckpoint, job: Job) -> None:
     """Refuse metadata of another model than the tensors' before anything is built from it."""
     if job.model.module:
         return
-    sizes = [entry.size.numel() for name, entry in Index(found.path).tensors.items() if name.startswith("model.")]
+    sizes = [entry.size.numel() for name, entry in Index(checkpoint.path).tensors.items() if name.startswith("model.")]
     try:
         counts = count_parameters(job.model)
         expected = counts.total if counts is not None else None
     except (TypeError, ValueError) as error:
-        raise JobError(f"{found.path} has an incomplete model in its metadata: {error}") from error
+        raise JobError(f"{checkpoint.path} has an incomplete model in its metadata: {error}") from error
     if expected != sum(sizes) or (job.model.layers or 0) > len(sizes):
         raise JobError(
-            f"{found.path} describes a model of {expected} parameters in {job.model.layers} layers and holds "
+            f"{checkpoint.path} describes a model of {expected} parameters in {job.model.layers} layers and holds "
             f"{sum(sizes)} in {len(sizes)} tensors: its metadata does not belong to them"
         )
 
 
-def load_model(found: SavedCheckpoint, job: Job, ema: bool = False) -> nn.Module:
+def load_model(checkpoint: SavedCheckpoint, job: Job, ema: bool = False) -> nn.Module:
     """The trained model of a checkpoint, in evaluation mode; `job` is its saved_job()."""
     model = build_model(job.model, job.train.seed)
-    params = load_params(found, ema)
+    params = load_params(checkpoint, ema)
     names = {id(p): n for n, p in model.named_parameters()}
     try:
         for name, param in model.named_parameters(remove_duplicate=False):
             params.setdefault(name, params[names[id(param)]])  # tied parameters are saved once
-        model.load_state_dict(params | load_buffers(found), strict=True, assign=True)
+        model.load_state_dict(params | load_buffers(checkpoint), strict=True, assign=True)
     except (KeyError, RuntimeError) as error:
-        raise JobError(f"{found.path} does not hold the tensors of the model in its metadata: {error}") from error
+        raise JobError(f"{checkpoint.path} does not hold the tensors of the model in its metadata: {error}") from error
     return model.eval()
 
 
@@ -143,22 +145,22 @@ class ExportOptions:
 
 
 def export_run(
-    run: RunDir, found: SavedCheckpoint, to: str, out: Path, options: ExportOptions, own: Job | None = None,
+    run: RunDir, checkpoint: SavedCheckpoint, to: str, out: Path, options: ExportOptions, own: Job | None = None,
     trust_module: bool = False,
 ) -> int:  # fmt: skip
     """Export a checkpoint in one of EXPORT_FORMATS; returns the bytes of the weights. `own` is the job that the user
     gave, whose module may be imported."""
-    size: int = find_object(EXPORT_FORMATS[to].write, "--to")(run, found, to, out, options, own, trust_module)
+    size: int = find_object(EXPORT_FORMATS[to].write, "--to")(run, checkpoint, to, out, options, own, trust_module)
     return size
 
 
 def export_own_names(
-    run: RunDir, found: SavedCheckpoint, to: str, out: Path, options: ExportOptions, own: Job | None,
+    run: RunDir, checkpoint: SavedCheckpoint, to: str, out: Path, options: ExportOptions, own: Job | None,
     trust_module: bool,
 ) -> int:  # fmt: skip
     """Export a checkpoint as safetensors or for torch.load, under Weft's names."""
-    copies = tied_copies(saved_job(found, own, trust_module)) if to == "torch" else None
-    return export_file(found, to, out, options, copies)
+    copies = tied_copies(saved_job(checkpoint, own, trust_module)) if to == "torch" else None
+    return export_file(checkpoint, to, out, options, copies)
 
 
 def tokenizer_file(job: Job) -> Path | None:
@@ -172,23 +174,23 @@ def tokenizer_file(job: Job) -> Path | None:
 
 
 def export_file(
-    found: SavedCheckpoint, to: str, out: Path, options: ExportOptions | None = None,
+    checkpoint: SavedCheckpoint, to: str, out: Path, options: ExportOptions | None = None,
     copies: Mapping[str, str] | None = None,
 ) -> int:  # fmt: skip
     """Write every parameter and buffer, unsharded, under Weft's names, with the job in the file's metadata. Each of
     `copies` is another name of a tensor."""
     check_output_file(out, "--out", EXPORT_FORMATS[to].output)
     options = options or ExportOptions()
-    index, prefix = Index(found.path), "ema." if options.ema else "model."
+    index, prefix = Index(checkpoint.path), "ema." if options.ema else "model."
     names = [n.removeprefix(prefix) for n in index.tensors if n.startswith(prefix)]
     if not names:
-        raise without_average(found)
+        raise without_average(checkpoint)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name in names:
             tensor = converted(load_named(index, [name], prefix)[name])
             yield from ((n, tensor) for n in (name, *(copy for copy, of in (copies or {}).items() if of == name)))
-        for name, buffer in load_buffers(found).items():
+        for name, buffer in load_buffers(checkpoint).items():
             yield name, converted(buffer) if buffer.is_floating_point() else buffer.contiguous()
 
     def converted(tensor: Tensor) -> Tensor:
@@ -198,7 +200,7 @@ def export_file(
         if to == "torch":
             write_torch_file(path, held)
             return
-        save_tensors(held, path, weft_step=str(found.step), job=str(found.meta.get("job", "")))
+        save_tensors(held, path, weft_step=str(checkpoint.step), job=str(checkpoint.meta.get("job", "")))
 
     out.parent.mkdir(parents=True, exist_ok=True)
     name = out.name if "." in out.name else f"{out.name}.{EXPORT_FORMATS[to].output.rsplit('.', 1)[1]}"

@@ -79,7 +79,7 @@ def open_session(
     if reason := state.no_snapshots:
         snapshots.refused = reason
         log.info("%s", f"no snapshots in memory: {snapshots.refused}")
-    stepper = Stepper(job, plan, mesh, state, meanwhile=snapshots.settle)
+    stepper = Stepper(job, plan, mesh, state, overlap_callback=snapshots.settle)
     guards = _open_guards(job, plan, mesh, state, heartbeat, journal, log)
     guards.weights.spacing = snapshots.every
     # after the snapshot is copied, so that a flipped bit in it is detected

@@ -64,15 +64,15 @@ def recorded_losses(session: Session) -> list[tuple[float, float]]:
 def has_evaluation(session: Session) -> bool:
     """Whether an evaluation of the session's step is recorded; one that was stopped is not."""
     events = read_jsonl(session.run.events) if session.journal is not None else []
-    found = any(e.get("event") == "eval" and e.get("step") == session.state.step for e in events)
-    return cast(bool, session.mesh.all_gather_json(found)[0])
+    recorded = any(e.get("event") == "eval" and e.get("step") == session.state.step for e in events)
+    return cast(bool, session.mesh.all_gather_json(recorded)[0])
 
 
 def resume_from_memory(session: Session, at_most: int | None = None) -> bool:
     """Continue from the newest step of which every rank has a snapshot, if there is one."""
     state, snapshots = session.state, session.snapshots
-    held = cast(list[list[int]], session.mesh.all_gather_json(snapshots.held()))
-    step = newest_common(held, at_most)
+    steps_by_rank = cast(list[list[int]], session.mesh.all_gather_json(snapshots.held()))
+    step = newest_common(steps_by_rank, at_most)
     if step is None or (at_most is None and step < newest_on_disk(session)):
         return False
     if not state.optimizers.shards():
@@ -112,8 +112,8 @@ def merge_old_snapshots(session: Session) -> None:
 
 def newest_on_disk(session: Session) -> int:
     """The step of the newest checkpoint that rank 0 sees, by name; -1 where there is none."""
-    found = entries(session.checkpoints.folder) if session.mesh.rank == 0 else []
-    steps = [entry.step for entry in found if entry.kind == "good"]
+    saved = entries(session.checkpoints.folder) if session.mesh.rank == 0 else []
+    steps = [entry.step for entry in saved if entry.kind == "good"]
     return cast(int, session.mesh.all_gather_json(max(steps, default=-1))[0])
 
 
@@ -151,29 +151,31 @@ def _load_from_disk(session: Session, at_most: int | None) -> None:
         _begin(session)
         return
     tensors = state.loadable_tensors(saved_world=0)
-    found = checkpoints.load_newest(tensors, at_most)
-    if found is None:
+    checkpoint = checkpoints.load_newest(tensors, at_most)
+    if checkpoint is None:
         _restart(session)
         _begin(session)
         return
-    own = state.replica_tensors(found.meta)
-    checkpoints.load(found, own)
-    tensors |= {n: t for n, t in own.items() if n.startswith("random")}
-    state.restore(tensors, found.meta)
-    if note := load_residuals(checkpoints, found, state):
+    rank_tensors = state.replica_tensors(checkpoint.meta)
+    checkpoints.load(checkpoint, rank_tensors)
+    tensors |= {n: t for n, t in rank_tensors.items() if n.startswith("random")}
+    state.restore(tensors, checkpoint.meta)
+    if note := load_residuals(checkpoints, checkpoint, state):
         session.log.info("%s", note)
-    load_amax_history(checkpoints, found, state)
-    load_expert_counts(checkpoints, found, state)
-    load_rank_buffers(checkpoints, found, state, session.plan)
-    _warn_about_changes(session, found.meta["job"])
-    _warn_about_data(session, found.meta.get("data"))
+    load_amax_history(checkpoints, checkpoint, state)
+    load_expert_counts(checkpoints, checkpoint, state)
+    load_rank_buffers(checkpoints, checkpoint, state, session.plan)
+    _warn_about_changes(session, checkpoint.meta["job"])
+    _warn_about_data(session, checkpoint.meta.get("data"))
     _truncate_sample_records(session)
-    before = Plan.from_json(found.meta["plan"])
+    before = Plan.from_json(checkpoint.meta["plan"])
     if checkpoints.damaged:
         session.event("recovered", fault="damaged", how="disk", step=state.step + 1, steps_lost=None, seconds=None)
-    session.event("resume", step=state.step, path=str(found.path), layout=session.plan.layout(), was=before.layout())
+    session.event(
+        "resume", step=state.step, path=str(checkpoint.path), layout=session.plan.layout(), was=before.layout()
+    )
     moved = "" if before.layout() == session.plan.layout() else f" (written as {before.layout()})"
-    session.log.info("%s", f"resumed from step {state.step}, {found.path}{moved}")
+    session.log.info("%s", f"resumed from step {state.step}, {checkpoint.path}{moved}")
 
 
 def _restart(session: Session) -> None:

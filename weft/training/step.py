@@ -63,9 +63,9 @@ class Stepper:
     state: State
     before_update: Callable[[], None] = lambda: None
     """Called after the gradients are computed and before the weights change."""
-    meanwhile: Callable[[], None] = lambda: None
+    overlap_callback: Callable[[], None] = lambda: None
     """Called while the last gradients of this rank are being reduced."""
-    blind: bool = False
+    dry_run: bool = False
     """Tensors have no values, as in a dry run: every step is taken."""
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class Stepper:
         spread_model.zero_grad()
         count, counting = self._global_count(batches)
         targets = job.data.seq_len if job.model.has_source else batches[0]["valid"][0].numel()
-        nominal = job.train.ramp.batch(state.step) * targets / self.apart
+        nominal = job.train.ramp.batch(state.step) * targets / self.independent_replicas
         if self.tasks is not None:
             self.tasks.sums.zero_()
         if state.optimizers.consumes_gradients:
@@ -86,12 +86,12 @@ class Stepper:
             state.optimizers.begin_backward(state.step, learning_rate(job, state.step + 1), factor, wanted)
         total = spread_model.backward(
             self.local(batches), self.loss_of(job.train.label_smoothing, self.tasks), state.scale.value / nominal,
-            self.meanwhile,
+            self.overlap_callback,
         )  # fmt: skip
         if counting is not None:
             counting.wait()
-        known = self.plan.tp == self.plan.cp == self.plan.pp == self.plan.dp_shard == 1 < self.plan.dp_replicate
-        square = spread_model.parts[0].local_square() if known and self.plan.sync == "step" else None
+        whole = self.plan.tp == self.plan.cp == self.plan.pp == self.plan.dp_shard == 1 < self.plan.dp_replicate
+        square = spread_model.parts[0].local_square() if whole and self.plan.sync == "step" else None
         tasks = None if self.tasks is None else self.tasks.sums.clone()
         return Gradients(total, count, nominal, state.scale.value, square, tasks)
 
@@ -115,13 +115,13 @@ class Stepper:
         """Clip the gradients that the weights hold, times a factor, and update the weights."""
         state, tables = self.state, self.state.model.tables
         squares = None if tables is None else tables.squares()
-        known, limit = state.model.squares_by_id, state.scale.limit
-        norm = grad_norm(state.model.counted, self.mesh, squares, known, limit) * update.factor
+        offloaded_squares, limit = state.model.squares_by_id, state.scale.limit
+        norm = grad_norm(state.model.counted, self.mesh, squares, offloaded_squares, limit) * update.factor
         clip = self.job.optim.clip
         clipped = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
         finite, wanted = torch.isfinite(norm), update.step not in state.skipped_steps
         unseen = norm.is_cuda and not state.scale.dynamic
-        taken = wanted and (unseen or self.blind or bool(finite))
+        taken = wanted and (unseen or self.dry_run or bool(finite))
         state.optimizers.applied = None
         if taken:
             flag = finite if unseen else None
@@ -155,7 +155,7 @@ class Stepper:
         """The figures of the weights as they are."""
         if self.tasks is None:
             return self._evaluate(steps, stop)[0]
-        found: dict[str, float] = {}
+        by_task: dict[str, float] = {}
         total = count = 0.0
         for number, (name, loss) in enumerate(self.tasks.losses.items()):
             of_task = [batches for step in steps if (batches := [b for b in step if int(b["task"][0]) == number])]
@@ -163,9 +163,9 @@ class Stepper:
                 figures, targets = self._evaluate(of_task, stop, (name, loss))
                 if not figures:
                     return {}
-                found |= {f"{key}/{name}": value for key, value in figures.items()}
+                by_task |= {f"{key}/{name}": value for key, value in figures.items()}
                 total, count = total + figures["val_loss"] * targets * loss.weight, count + targets
-        return {"val_loss": total / max(1.0, count), **found}
+        return {"val_loss": total / max(1.0, count), **by_task}
 
     def _evaluate(
         self, steps: list[list[Batch]], stop: Callable[[], bool], task: tuple[str, NamedLoss] | None = None
@@ -184,13 +184,13 @@ class Stepper:
         join = self._joined if self.plan.cp > 1 else None
         metrics = EvalMetrics(self.job.model, self.job.train.metrics, task if self.job.model.module else None, join)
         loss_of = self.loss_of(0.0) if metrics.plain and not self.job.model.module else self.evaluation_of(metrics)
-        found = self.state.model.evaluate(until_stopped(), loss_of).double().reshape(-1)
+        local_sums = self.state.model.evaluate(until_stopped(), loss_of).double().reshape(-1)
         if not batches:
             return {}, 0.0
-        if len(found) < metrics.size:  # only ranks with a pipeline's last stage have sums
-            found = found.new_zeros(metrics.size)
+        if len(local_sums) < metrics.size:  # only ranks with a pipeline's last stage have sums
+            local_sums = local_sums.new_zeros(metrics.size)
         count = torch.stack([b["valid"].sum() for b in batches]).sum().double()
-        sums = torch.cat([found, count.reshape(1) / (self.plan.pp * self.plan.cp)])
+        sums = torch.cat([local_sums, count.reshape(1) / (self.plan.pp * self.plan.cp)])
         if self.mesh.everyone is not None:
             self.mesh.everyone.all_reduce(sums)  # every rank of a tp group adds the same: the ratio stays
         rows = {part: self._gathered(rows) for part, rows in metrics.all_rows(self.mesh.device).items()}
@@ -263,7 +263,7 @@ class Stepper:
         return SequenceSplit.of(self.plan, axis.rank).joined(x, axis, length) * (axis.rank == 0)
 
     @property
-    def apart(self) -> int:
+    def independent_replicas(self) -> int:
         """Number of replicas whose gradients are not summed in a step."""
         return self.plan.dp_replicate if self.plan.alone else 1
 
@@ -273,7 +273,7 @@ class Stepper:
         axis = self.mesh.axis("dp_shard") if self.plan.alone else self.mesh.everyone
         if axis is None:
             return count, None
-        same = axis.size // (self.plan.dp // self.apart)  # ranks of the axis that read the same samples
+        same = axis.size // (self.plan.dp // self.independent_replicas)  # ranks of the axis that read the same samples
         count = count / same
         return count, axis.start_all_reduce(count)
 

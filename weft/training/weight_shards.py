@@ -24,21 +24,21 @@ def write_shards(out: Path, name: str, tensors: Iterable[tuple[str, Tensor]], sh
     stem, suffix = name.rsplit(".", 1)
     earlier = _earlier_shards(out, name)
     shards: list[tuple[Path, list[str]]] = []
-    held: dict[str, Tensor] = {}
+    waiting: dict[str, Tensor] = {}
     total = size = 0
 
     def flush() -> None:
-        nonlocal held, size
+        nonlocal waiting, size
         path = out / f"{stem}.{len(shards)}.tmp"
-        shards.append((path, list(held)))
-        save(held, path)
-        held, size = {}, 0
+        shards.append((path, list(waiting)))
+        save(waiting, path)
+        waiting, size = {}, 0
 
     try:
         for key, tensor in tensors:
-            if held and size + tensor.nbytes > shard_bytes:
+            if waiting and size + tensor.nbytes > shard_bytes:
                 flush()
-            held[key] = tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+            waiting[key] = tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
             size, total = size + tensor.nbytes, total + tensor.nbytes
         flush()
         count = len(shards)
@@ -99,9 +99,9 @@ def parse_size(text: str) -> int:
     number = text.upper().rstrip("BIKMG").strip()
     unit = text.upper()[len(number) :].strip()
     try:
-        found = float(number) * SIZE_UNITS[unit]
+        size = float(number) * SIZE_UNITS[unit]
     except (ValueError, KeyError):
         raise JobError(f"--shard-size {text!r} is not a size; write for example 5GB or 200MiB") from None
-    if not 1 <= found < 2**63:
+    if not 1 <= size < 2**63:
         raise JobError(f"--shard-size {text!r} is out of range; write for example 5GB")
-    return int(found)
+    return int(size)

@@ -139,7 +139,7 @@ def trace(
         for name, shard in state.optimizers.params.items():
             if shard is not state.optimizers.master_params[name]:  # FSDP2 may move a shard before its first use
                 shard.data = shard.data.new_empty(0)
-        stepper = Stepper(job, plan, mesh, state, blind=True)
+        stepper = Stepper(job, plan, mesh, state, dry_run=True)
         batches = [{key: _copied(value) for key, value in batch.items()} for _ in range(plan.accumulation)]
         for compressor in state.model.compressors:
             compressor.steps = LATE_STEP

@@ -69,15 +69,15 @@ class EnergyAccount:
 
     def metrics(self) -> dict[str, float]:
         """Fields of metrics.jsonl: totals of the run so far, and the mean power and tokens a joule since it started."""
-        here = sum(self.by_part.values())
-        if not self.seconds or not here:
+        joules = sum(self.by_part.values())
+        if not self.seconds or not joules:
             return {}
         kwh = self.joules / JOULES_PER_KWH
-        found = {
-            "power_w": round(here / self.seconds, 2), "energy_kwh": float(f"{kwh:.6g}"),
+        fields = {
+            "power_w": round(joules / self.seconds, 2), "energy_kwh": float(f"{kwh:.6g}"),
             "energy_measured_share": round(self.measured_j / self.joules, 4),
-            "co2_g": float(f"{kwh * self.co2_g_per_kwh:.5g}"), "tokens_per_joule": float(f"{self.tokens / here:.5g}"),
+            "co2_g": float(f"{kwh * self.co2_g_per_kwh:.5g}"), "tokens_per_joule": float(f"{self.tokens / joules:.5g}"),
         }  # fmt: skip
         if self.usd_per_hour is not None:
-            found["cost_usd"] = float(f"{self.usd_per_hour * self.seconds / 3600:.5g}")
-        return found
+            fields["cost_usd"] = float(f"{self.usd_per_hour * self.seconds / 3600:.5g}")
+        return fields

@@ -78,10 +78,10 @@ def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def show(found: dict[str, Any]) -> str:
+def show(report: dict[str, Any]) -> str:
     """The result for a terminal."""
     lines = [f"{'cap':>7}{'power':>9}{'tokens/s':>12}{'speed':>8}{'tokens/J':>10}{'of the first':>14}"]
-    for row in found["rows"]:
+    for row in report["rows"]:
         joule = "–" if row["tokens_per_joule"] is None else f"{row['tokens_per_joule']:.4g}"
         ratio = "–" if row["efficiency"] is None else f"{row['efficiency']:.0%}"
         speed = f"{row['tokens_per_s']:12,.0f}{row['speed']:8.0%}"

@@ -205,13 +205,13 @@ class Replicas:
             for name in bucket.names:
                 self._take_in(bucket, name, self.weights[name])
 
-    def finish(self, meanwhile: Callable[[], None] = nothing) -> None:
+    def finish(self, overlap_callback: Callable[[], None] = nothing) -> None:
         """Complete the reductions: afterwards every gradient is the sum over the replicas."""
         self._send_ready(all_of_them=True)
         for bucket in self.buckets:
             for name, grad in bucket.grads.items():
                 self.master_params[name].grad = grad
-        meanwhile()
+        overlap_callback()
         timeline = self.axis.meter.timeline if self.axis is not None else None
         with nullcontext() if timeline is None else timeline.waiting():
             for work in self.works:
@@ -314,9 +314,9 @@ class Shards:
         """Add gradients that were assigned without autograd's hooks to the fp32 sums."""
         accumulate_gradients(self.module)
 
-    def finish(self, meanwhile: Callable[[], None] = nothing) -> None:
+    def finish(self, overlap_callback: Callable[[], None] = nothing) -> None:
         """FSDP2 completes its collectives at the end of a backward pass; after a split one they are started here."""
-        meanwhile()
+        overlap_callback()
         if self.held:
             self.module.set_is_last_backward(True)
             self.module.set_requires_gradient_sync(True)

@@ -119,14 +119,14 @@ class PredictedSums(EveryStep):
 
     def _receive(self, flight: InFlight) -> UpdateResult:
         assert self.apply is not None
-        found = []
+        means = []
         for total, pending in flight.sums:
             pending.wait()
-            found.append(total.mul_(flight.update.factor))
-        self._set_gradients(found)
+            means.append(total.mul_(flight.update.factor))
+        self._set_gradients(means)
         update = flight.update
         self.result = self.apply(Update(update.step, torch.ones_like(update.factor), update.lr, update.count))
-        self.averages = [found, *self.averages[: AVERAGES_TO_PREDICT - 1]]
+        self.averages = [means, *self.averages[: AVERAGES_TO_PREDICT - 1]]
         if not self.result.taken:
             self.averages = []  # wait for the next sums
             self.replicas.refresh()

@@ -140,18 +140,18 @@ class Rounds(EveryStep):
     def _average(self, names: list[str], share: Tensor) -> None:
         """Average some weights over the replicas, or take the outer step."""
         weights = [local_of(self.master_params[n].detach()) for n in names]
-        here = _flat(self.master_params, names)
+        local = _flat(self.master_params, names)
         if not self.anchor:
-            _spread(self._sum(here * share), weights)
+            _spread(self._sum(local * share), weights)
             return
         anchors = [self.anchor[n] for n in names]
         anchor = torch.cat([a.reshape(-1) for a in anchors])
-        change = (anchor - here) * share
+        change = (anchor - local) * share
         change = sum_all(self.axis, self.codec, change, None)[0] if self.codec else self._sum(change)
         if self.velocity:
-            held = [self.velocity[n] for n in names]
-            velocity = torch.cat([v.reshape(-1) for v in held]).mul_(self.momentum).add_(change)
-            _spread(velocity, held)
+            velocities = [self.velocity[n] for n in names]
+            velocity = torch.cat([v.reshape(-1) for v in velocities]).mul_(self.momentum).add_(change)
+            _spread(velocity, velocities)
             change = change.add_(velocity, alpha=self.momentum).mul_(self.rate)
         _spread(anchor.sub_(change), anchors)
         _spread(anchor, weights)
@@ -168,14 +168,14 @@ class Rounds(EveryStep):
     def _groups(self, tensors: Tensors) -> Iterator[list[str]]:
         """Names whose tensors are sent in one message."""
         names: list[str] = []
-        held = 0
+        elements = 0
         for name, tensor in tensors.items():
             size = local_of(tensor).numel()
-            if names and held + size > self.limit:
+            if names and elements + size > self.limit:
                 yield names
-                names, held = [], 0
+                names, elements = [], 0
             names.append(name)
-            held += size
+            elements += size
         if names:
             yield names
 

@@ -134,7 +134,7 @@ class Pipelined:
         return {n: b for stage in self.parts for n, b in stage.buffers().items()}
 
     def backward(
-        self, batches: list[Batch], loss_of: LossOf, scale: float, meanwhile: Callable[[], None] = nothing
+        self, batches: list[Batch], loss_of: LossOf, scale: float, overlap_callback: Callable[[], None] = nothing
     ) -> Tensor:
         """One step of the schedule: the gradients of loss · scale. The loss is where the last stage is, 0 elsewhere."""
         if len(batches) != self.schedule.microbatches:
@@ -151,7 +151,7 @@ class Pipelined:
             step.do(action, last=final[action.stage] == i)
         self.links.end()
         for stage in self.parts:
-            stage.finish(meanwhile)
+            stage.finish(overlap_callback)
         self._sum_tied()
         self.load.gather()
         return step.total

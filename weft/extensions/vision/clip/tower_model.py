@@ -65,8 +65,8 @@ class TowerModel(SpreadModel):
             tower.module.train()
         return out
 
-    def finish(self, meanwhile: Callable[[], None] = nothing) -> None:
-        super().finish(meanwhile)
+    def finish(self, overlap_callback: Callable[[], None] = nothing) -> None:
+        super().finish(overlap_callback)
         for tower in self.towers:
             tower.finish()
 
