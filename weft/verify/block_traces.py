@@ -12,6 +12,7 @@ import random
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -46,7 +47,7 @@ from weft.verify.dryrun import make_batch
 from weft.verify.dryrun_internals import gpu_allocations
 
 PRIMES = {
-    "b": 11, "s": 17, "t": 23, "c": 3, "p": 13, "e": 7, "k": 5, "K": 37, "g": 41, "G": 43, "d": 149, "o": 31, "n": 59,
+    "b": 11, "s": 17, "t": 7, "c": 3, "p": 13, "e": 23, "k": 5, "K": 37, "g": 41, "G": 43, "d": 149, "o": 31, "n": 59,
     "v": 61, "D": 4999, "F": 9973, "f": 5003, "w": 3001, "r": 47, "Q": 1009, "L": 1013,
 }  # fmt: skip
 """The prime of each size; block_tables.sizes() gives their values for a model and layouts."""
@@ -332,7 +333,18 @@ def _born(recorder: Recorder, key: int, before: int) -> int:
 
 
 def clean(poly: Poly) -> Poly:
-    return {product: factor for product, factor in poly.items() if abs(factor) > 1e-9}
+    """Products whose factor is not 0. As many tensors of one expert's rows as there are experts are one of all rows."""
+    out = Counter[str]()
+    for product, factor in poly.items():
+        symbols = product.split()
+        every = 0
+        if {"s", "k"} <= set(symbols) and "e" not in symbols:
+            every = round(factor / PRIMES["e"])
+            out[" ".join(symbol for symbol in (*PRIMES, "A", "C") for _ in range([*symbols, "e"].count(symbol)))] += (
+                every
+            )
+        out[product] += factor - every * PRIMES["e"]
+    return {product: factor for product, factor in out.items() if abs(factor) > 1e-9}
 
 
 @cache
