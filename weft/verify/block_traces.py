@@ -468,17 +468,18 @@ def structures() -> dict[str, TracedStructure]:
 
 
 def variants(structure: TracedStructure) -> list[BlockVariant]:
-    """The variants that are written: those of layouts that are searched, in bf16 on GPUs and in both precisions on
-    CPUs. Others are traced when they are planned."""
+    """The variants that are written: those of layouts that are searched, on GPUs and, for small models, on CPUs, in
+    half precision and in fp32. Others are traced when they are planned."""
     m = structure.model
     ring, ulysses = {"cp": True, "zigzag": bool(m.causal) and not m.has_source}, {"cp": True, "ulysses": True}
-    cut: list[dict[str, bool]] = [{}, {"tp": True, "sequence": True}, {"tp": True}]
-    layouts = [*cut, ring, ulysses]
-    options = [{"fused": True, "kernels": True, "half": True} | layout for layout in layouts]
-    if m.causal:
-        options += [options[0] | cut[1] | style for style in (ring, ulysses)]
+    whole, cut, cut_sums = dict[str, bool](), {"tp": True, "sequence": True}, {"tp": True}
+    searched = [whole, cut, ring, ring | cut] if m.causal else [whole, cut, ring]
+    gpu = {"fused": True, "kernels": True}
+    options = [gpu | {"half": True} | layout for layout in (*searched, cut_sums, ulysses)]
+    options += [gpu | layout for layout in searched]
     if structure.on_cpu:
-        options += [{"half": half} | layout for half in (False, True) for layout in layouts]
+        on_cpu = [whole, cut, cut_sums, *([] if structure.routed else [ring, ulysses])]
+        options += [{"half": half} | layout for half in (True, False) for layout in on_cpu]
     return [BlockVariant(ep=ep, **option) for option in options for ep in sorted({False, structure.routed})]
 
 
