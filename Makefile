@@ -20,7 +20,7 @@ $(if $(UV),$(UV) pip install --quiet --python $(BIN)/python $(if $(GPU),,--torch
 	$(BIN)/python -m pip install --quiet $(2) $(CONSTRAINTS) -e "$(1)"
 endef
 
-.PHONY: train test test-gpu lint docs system clean
+.PHONY: train test test-gpu lint docs site system clean
 
 train: $(RUNTIME)
 	$(BIN)/weft train demo
@@ -47,6 +47,11 @@ lint: $(DEV)
 
 docs: $(DEV)
 	for script in docs/make_*.py; do $(BIN)/python $$script || exit 1; done
+
+# The pages of docs/ as a site: open build/site/index.html.
+site: $(DEV)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 system:
 	@sh tests/system.sh

@@ -27,7 +27,7 @@ from weft.job.files.run_folder import RunDir
 from weft.job.shapes import resolve
 from weft.optim.schedule import learning_rate
 from weft.planner import make_plan
-from weft.training.session import open_session
+from weft.training.open_session import open_session
 
 STORIES = Path(__file__).parents[1] / "recipes" / "stories260K"
 RATES = {"lora": 1e-2, "full": 2e-3}

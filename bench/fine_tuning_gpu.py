@@ -22,7 +22,7 @@ from weft.job import parse_job
 from weft.job.files.run_folder import RunDir
 from weft.job.shapes import resolve
 from weft.planner import make_plan
-from weft.training.session import open_session
+from weft.training.open_session import open_session
 
 WARM_STEPS = 5
 LORA: dict[str, Any] = {"rank": 16, "alpha": 32}

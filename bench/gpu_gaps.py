@@ -25,7 +25,7 @@ from weft.data.loader import to_device
 from weft.job import apply_overrides, parse_job
 from weft.job.files.run_folder import RunDir
 from weft.planner import make_plan
-from weft.training.session import open_session
+from weft.training.open_session import open_session
 
 WARMUP_STEPS, TIMED_STEPS, TRACED_STEPS = 5, 12, 4
 LIMITS_US = (2, 5, 20, 100, 1000)

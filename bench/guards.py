@@ -20,7 +20,7 @@ from weft.job.files.run_folder import RunDir
 from weft.job.load import load_job
 from weft.planner import make_plan
 from weft.training.loop import fit
-from weft.training.session import open_session
+from weft.training.open_session import open_session
 from weft.training.stop_requests import Signals
 from weft.watch.journal import read_metrics
 

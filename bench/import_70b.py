@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.extensions.pretrained.config import write_config
+from weft.extensions.pretrained.family_entry import family_of
+from weft.extensions.pretrained.reader import MAX_MAPPED_BYTES, PretrainedWeights
+from weft.extensions.pretrained.tensor_forms import file_tensors, named_shapes
 from weft.job import parse_job
 from weft.job.shapes import resolve
 from weft.mesh import fake_mesh
 from weft.models.build_model import build_model
 from weft.planner import make_plan
 from weft.planner.model.weight_table import weights_of
-from weft.pretrained.config import write_config
-from weft.pretrained.family_entry import family_of
-from weft.pretrained.reader import MAX_MAPPED_BYTES, PretrainedWeights
-from weft.pretrained.tensor_forms import file_tensors, named_shapes
 
 FILE_BYTES, BF16_BYTES, FP32_BYTES = 5 * 10**9, 2, 4
 

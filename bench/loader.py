@@ -24,7 +24,7 @@ from PIL import Image
 
 from weft.data.loader import Loader
 from weft.data.open_dataset import open_dataset
-from weft.data.sample_order.sampler import sample_index
+from weft.data.sample_order import sample_index
 from weft.hardware.cpu_process import keep_freed_memory
 from weft.job import parse_job
 from weft.job.schema import Job

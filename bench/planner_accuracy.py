@@ -18,7 +18,10 @@ from weft.extensions.published.rows import PublishedRun, read_table
 from weft.extensions.published.score import errors, predict, score, score_table
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c564b", "#7f7f7f", "#bcbd22")
+sys.path.append(str(DOCS))
+from svg_style import begin_svg  # noqa: E402  a module of that folder
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#117733", "#8c564b", "#7f7f7f", "#bcbd22")
 SIZE, EDGE = 620, 60
 
 
@@ -30,18 +33,14 @@ def picture(points: dict[str, list[tuple[float, float]]]) -> str:
     def at(value: float) -> float:
         return EDGE + (math.log10(value) - low) / (high - low) * (SIZE - 2 * EDGE)
 
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SIZE + 190} {SIZE}"'
-        ' font-family="sans-serif" font-size="12">',
-        f'<rect width="{SIZE + 190}" height="{SIZE}" fill="white"/>',
-    ]
+    out = begin_svg(SIZE + 190, SIZE, "Predicted over measured step time", shown=False)
     a, b = 10.0**low, 10.0**high
     corners = [(a, a * 1.1), (b / 1.1, b), (b, b), (b, b / 1.1), (a * 1.1, a), (a, a)]
     band = " ".join(f"{at(x):.1f},{SIZE - at(y):.1f}" for x, y in corners)
-    out.append(f'<polygon points="{band}" fill="#dddddd"/>')
+    out.append(f'<polygon points="{band}" class="shade"/>')
     for power in range(low, high + 1):
         p = at(10.0**power)
-        out.append(f'<path d="M{p:.1f} {EDGE}V{SIZE - EDGE}M{EDGE} {SIZE - p:.1f}H{SIZE - EDGE}" stroke="#eeeeee"/>')
+        out.append(f'<path d="M{p:.1f} {EDGE}V{SIZE - EDGE}M{EDGE} {SIZE - p:.1f}H{SIZE - EDGE}" class="grid"/>')
         name = f"{10.0**power:g} s"
         out.append(f'<text x="{p:.1f}" y="{SIZE - EDGE + 18}" text-anchor="middle">{name}</text>')
         out.append(f'<text x="{EDGE - 8}" y="{SIZE - p + 4:.1f}" text-anchor="end">{name}</text>')

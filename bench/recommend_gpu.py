@@ -30,7 +30,7 @@ from weft.hardware.probe import probe
 from weft.job import parse_job
 from weft.job.files.run_folder import RunDir
 from weft.planner import make_plan
-from weft.training.session import open_session
+from weft.training.open_session import open_session
 
 CRITEO_ROWS = (
     1460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5683, 8_351_593, 3194, 27, 14_992, 5_461_306, 10,

@@ -39,7 +39,7 @@ from weft.extensions.vision.resnet import ResNet
 from weft.job import parse_job
 from weft.job.files.run_folder import RunDir
 from weft.planner import make_plan
-from weft.training.session import open_session
+from weft.training.open_session import open_session
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CLASSES = 1000

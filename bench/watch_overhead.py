@@ -33,7 +33,7 @@ from pathlib import Path
 from weft.comm.timeline import CommTimeline
 from weft.training.figures.comm_metrics import CommMetrics
 from weft.training.metrics import StepMetrics
-from weft.training.figures.run_energy import RunEnergy
+from weft.extensions.energy.run_energy import RunEnergy
 from weft.watch.journal import Journal
 from weft.watch.progress import Progress
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from svg_style import begin_svg
+
 from weft.comm.algorithms import ring_places
 from weft.comm.compression import adaptive
 
@@ -34,13 +36,7 @@ def ring_svg(title: str) -> str:
     steps = ring_steps()
     side = RANKS * CELL
     width, height = LEFT + len(steps) * (side + GAP), TOP + RANKS * (CELL + GAP) + 30
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'font-family="sans-serif" font-size="12">',
-        f"<title>{title}</title>",
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="10" y="20" font-size="14">{title}</text>',
-    ]
+    out = begin_svg(width, height, title)
     for i, (held, sent) in enumerate(steps):
         x = LEFT + i * (side + GAP)
         phase = "reduce-scatter" if i < RANKS - 1 else "all-gather"
@@ -49,23 +45,23 @@ def ring_svg(title: str) -> str:
         for rank in range(RANKS):
             y = TOP + rank * (CELL + GAP)
             if i == 0:
-                out.append(f'<text x="10" y="{y + 19}" fill="{COLOURS[rank]}" font-weight="bold">rank {rank}</text>')
+                out.append(f'<text x="10" y="{y + 19}" class="c{rank}" font-weight="bold">rank {rank}</text>')
             for piece in range(RANKS):
                 left = x + piece * CELL
                 for of in sorted(held[rank][piece]):
                     where = f'x="{left + of * CELL / RANKS:g}" y="{y}" width="{CELL / RANKS:g}" height="{CELL}"'
                     out.append(f'<rect {where} fill="{COLOURS[of]}"/>')
-                out.append(f'<rect x="{left}" y="{y}" width="{CELL}" height="{CELL}" fill="none" stroke="#bbb"/>')
+                out.append(f'<rect x="{left}" y="{y}" width="{CELL}" height="{CELL}" fill="none" class="faint"/>')
             piece_sent = sent[rank]
             if piece_sent is not None:
                 left, down = x + piece_sent * CELL, y + CELL
                 out.append(
-                    f'<rect x="{left}" y="{y}" width="{CELL}" height="{CELL}" fill="none" stroke="black" '
+                    f'<rect x="{left}" y="{y}" width="{CELL}" height="{CELL}" fill="none" class="ink" '
                     'stroke-width="2.5"/>'
                 )
                 middle = left + CELL / 2
                 out.append(
-                    f'<path d="M{middle:g} {down + 3}V{down + GAP - 7}m-4 -5l4 5l4 -5" fill="none" stroke="black" '
+                    f'<path d="M{middle:g} {down + 3}V{down + GAP - 7}m-4 -5l4 5l4 -5" fill="none" class="ink" '
                     'stroke-width="1.5"/>'
                 )
     return "\n".join([*out, "</svg>"]) + "\n"
@@ -85,13 +81,7 @@ def sent_bits(setting: str) -> float:
 def compression_svg(title: str) -> str:
     """One bar a setting."""
     height = 50 + 26 * len(SETTINGS)
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="680" height="{height}" viewBox="0 0 680 {height}" '
-        'font-family="sans-serif" font-size="12">',
-        f"<title>{title}</title>",
-        f'<rect width="680" height="{height}" fill="white"/>',
-        f'<text x="10" y="20" font-size="14">{title}</text>',
-    ]
+    out = begin_svg(680, height, title)
     for i, setting in enumerate(SETTINGS):
         y, bits = 38 + 26 * i, sent_bits(setting)
         wide = max(1.0, BAR * bits / 32)

@@ -1,8 +1,8 @@
-"""Writes weft/pretrained/config_defaults.json: the defaults of the keys of published configs, from the installed
-transformers."""
+"""Writes weft/extensions/pretrained/config_defaults.json: the defaults of the keys of published configs, from the
+installed transformers."""
 
-from weft.pretrained.config_defaults import MODULES, TABLE, table_text
-from weft.pretrained.families import PRETRAINED
+from weft.extensions.pretrained.config_defaults import MODULES, TABLE, table_text
+from weft.extensions.pretrained.families import PRETRAINED
 
 KINDS = {*MODULES, *(family.kind for family in PRETRAINED)}
 

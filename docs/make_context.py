@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from svg_style import begin_svg
+
 from weft.planner.time.context import chunks_of, sees
 
 HERE = Path(__file__).parent
@@ -17,37 +19,32 @@ def ring_svg(halves: int, title: str) -> str:
     chunks = RANKS * halves
     side = chunks * CELL
     width, height = LEFT + RANKS * (side + GAP) + 10, TOP + RANKS * (side + GAP + 16) + 10
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'font-family="sans-serif" font-size="12">',
-        f"<title>{title}</title>",
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="10" y="20" font-size="14">{title}</text>',
-    ]
+    out = begin_svg(width, height, title)
     for hop in range(RANKS):
         x = LEFT + hop * (side + GAP)
         out.append(f'<text x="{x}" y="{TOP - 22}">{"own keys" if hop == 0 else f"hop {hop}"}</text>')
     for rank in range(RANKS):
         y = TOP + rank * (side + GAP + 16)
         mine = chunks_of(rank, RANKS, halves)
-        out.append(f'<text x="10" y="{y + 14}" fill="{COLOURS[rank]}" font-weight="bold">rank {rank}</text>')
+        out.append(f'<text x="10" y="{y + 14}" class="c{rank}" font-weight="bold">rank {rank}</text>')
         out.append(f'<text x="10" y="{y + 30}">queries {" and ".join(map(str, mine))}</text>')
         for hop in range(RANKS):
             x, of = LEFT + hop * (side + GAP), (rank - hop) % RANKS
             theirs = chunks_of(of, RANKS, halves)
             sent = [j for j in theirs if any(sees(i, j, True) for i in mine)]
             held = " and ".join(map(str, sent)) or "none"
-            out.append(f'<text x="{x}" y="{y - 4}" fill="{COLOURS[of]}">keys {held}</text>')
+            out.append(f'<text x="{x}" y="{y - 4}" class="c{of}">keys {held}</text>')
             for i in range(chunks):
                 for j in range(chunks):
-                    fill = "#f4f4f4" if sees(i, j, True) else "white"
-                    if i in mine and j in theirs and sees(i, j, True):
-                        fill = COLOURS[of]
+                    fill = 'class="pale faint"' if sees(i, j, True) else 'class="page faint"'
+                    computed = i in mine and j in theirs and sees(i, j, True)
+                    if computed:
+                        fill = f'class="faint" fill="{COLOURS[of]}"'
                     where = f'x="{x + j * CELL}" y="{y + i * CELL}" width="{CELL}" height="{CELL}"'
-                    out.append(f'<rect {where} fill="{fill}" stroke="#bbb" stroke-width="0.5"/>')
-                    if i == j and fill in COLOURS:
+                    out.append(f'<rect {where} {fill} stroke-width="0.5"/>')
+                    if i == j and computed:
                         a, b, c, d = x + j * CELL, y + i * CELL, x + (j + 1) * CELL, y + (i + 1) * CELL
-                        out.append(f'<path d="M{a} {b}L{c} {d}L{c} {b}Z" fill="white"/>')
+                        out.append(f'<path d="M{a} {b}L{c} {d}L{c} {b}Z" class="page"/>')
     return "\n".join([*out, "</svg>"]) + "\n"
 
 

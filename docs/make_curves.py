@@ -9,9 +9,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from svg_style import begin_svg
+
 HERE = Path(__file__).resolve().parent
-COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7")
-"""Okabe and Ito's colour-blind safe palette."""
+COLOURS = ("", "#2f8fd0", "#d55e00", "#009e73", "#cc79a7")
+"""Okabe and Ito's colour-blind safe palette; the first is the ink of the page."""
 WIDTH, PANEL, LEFT, TOP, GAP = 760, 220, 70, 54, 56
 Points = Sequence[Sequence[float]]
 
@@ -27,8 +29,7 @@ def draw(result: dict[str, Any]) -> str:
     title = f"{model}, {result['tokens_per_step']:,} tokens a step, {result['device']}"
     height = TOP + 2 * PANEL + GAP + 46
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
-        f'font-size="12"><rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
+        *begin_svg(WIDTH, height, title, shown=False),
         _text(LEFT, 20, title, size=14),
         *_legend(list(runs)),
         *_panel(values, TOP, result["steps"], "validation loss", lambda v: f"{v:.3g}"),
@@ -43,7 +44,7 @@ def _legend(cases: list[str]) -> list[str]:
     out = []
     for i, case in enumerate(cases):
         x = LEFT + 110 * i
-        out.append(f'<line x1="{x}" y1="38" x2="{x + 22}" y2="38" stroke="{COLOURS[i]}" stroke-width="2.5"/>')
+        out.append(f'<line x1="{x}" y1="38" x2="{x + 22}" y2="38" {_ink(i)} stroke-width="2.5"/>')
         out.append(_text(x + 28, 42, case))
     return out
 
@@ -61,16 +62,16 @@ def _panel(curves: Mapping[str, Points], top: float, steps: int, name: str, form
     def down(value: float) -> float:
         return top + PANEL * (high - value) / (high - low)
 
-    out = [f'<rect x="{LEFT}" y="{top}" width="{right - LEFT}" height="{PANEL}" fill="none" stroke="#888888"/>']
+    out = [f'<rect x="{LEFT}" y="{top}" width="{right - LEFT}" height="{PANEL}" fill="none" class="faint"/>']
     for tick in _ticks(low, high):
         y = down(tick)
-        out.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="#dddddd"/>')
+        out.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" class="grid"/>')
         out.append(_text(LEFT - 6, y + 4, form(tick), anchor="end"))
     for tick in _ticks(0, steps):
         out.append(_text(across(tick), top + PANEL + 16, f"{tick:g}", anchor="middle"))
     for i, points in enumerate(curves.values()):
         path = " ".join(f"{across(s):.1f},{down(v):.1f}" for s, v in points)
-        out.append(f'<polyline points="{path}" fill="none" stroke="{COLOURS[i]}" stroke-width="2"/>')
+        out.append(f'<polyline points="{path}" fill="none" {_ink(i)} stroke-width="2"/>')
     middle = top + PANEL / 2
     out.append(f'<text transform="translate(16 {middle}) rotate(-90)" text-anchor="middle">{escape(name)}</text>')
     return out
@@ -83,6 +84,10 @@ def _ticks(low: float, high: float) -> list[float]:
     step = min((m * power for m in (1, 2, 5, 10)), key=lambda s: abs(s - raw))
     first = math.ceil(low / step)
     return [step * i for i in range(first, math.floor(high / step) + 1)]
+
+
+def _ink(case: int) -> str:
+    return f'stroke="{COLOURS[case]}"' if COLOURS[case] else 'class="ink"'
 
 
 def _text(x: float, y: float, words: str, anchor: str = "start", size: int = 12) -> str:

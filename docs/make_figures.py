@@ -43,7 +43,7 @@ def faults() -> str:
 
 def pretrained_families() -> str:
     """The families of published checkpoints that Weft reads and writes."""
-    from weft.pretrained.family_entry import PRETRAINED
+    from weft.extensions.pretrained.family_entry import PRETRAINED
 
     rows = [f"| {family.help} | `{family.kind}` | `{family.architecture}` |" for family in PRETRAINED]
     return "\n".join(["| models | model_type | class of transformers |", "|---|---|---|", *rows])

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from svg_style import begin_svg
+
 HERE = Path(__file__).parent
-COLOURS = {"compute": "#4477aa", "wait": "#bbccee", "regroup": "#ccbb44", "dead": "#ee6677", "spare": "#eeeeee"}
+COLOURS = {"compute": "#4477aa", "wait": "#bbccee", "regroup": "#ccbb44", "dead": "#ee6677", "spare": "none"}
 WORDS = {"compute": "a step", "wait": "waits in a collective", "regroup": "regroups and loads", "spare": "warm spare"}
 LEFT, TOP, ROW, BAR, SECOND = 120, 66, 40, 24, 150
 KILLED, SEEN, READY, END = 2.3, 2.6, 3.6, 5.6
@@ -42,23 +44,17 @@ def rows() -> dict[str, list[Bar]]:
 
 def svg(title: str) -> str:
     width, height = LEFT + int(END * SECOND) + 20, TOP + 5 * ROW + 84
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'font-family="sans-serif" font-size="12">',
-        f"<title>{title}</title>",
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="10" y="20" font-size="14">{title}</text>',
-    ]
+    out = begin_svg(width, height, title)
     for i, (name, bars) in enumerate(rows().items()):
         y = TOP + i * ROW
         out.append(f'<text x="10" y="{y + 16}">{name}{" → rank 2" if name == "spare" else ""}</text>')
         for bar in bars:
             x, w = LEFT + bar.begin * SECOND, (bar.end - bar.begin) * SECOND
-            edge = ' stroke="#bbb"' if bar.what == "spare" else ""
+            edge = ' class="faint"' if bar.what == "spare" else ""
             out.append(f'<rect x="{x:g}" y="{y}" width="{w - 2:g}" height="{BAR}" fill="{COLOURS[bar.what]}"{edge}/>')
-            ink = "white" if bar.what == "compute" else "black"
+            ink = ' fill="white"' if bar.what == "compute" else ""
             if bar.label:
-                out.append(f'<text x="{x + 6:g}" y="{y + 16}" fill="{ink}">{bar.label}</text>')
+                out.append(f'<text x="{x + 6:g}" y="{y + 16}"{ink}>{bar.label}</text>')
         if name == "rank 2":
             x = LEFT + KILLED * SECOND
             out.append(
@@ -67,14 +63,14 @@ def svg(title: str) -> str:
             )
     for at, words in ((KILLED, "fault"), (SEEN, "detected"), (READY, "goes on")):
         x = LEFT + at * SECOND
-        out.append(f'<path d="M{x:g} {TOP - 12}V{TOP + 5 * ROW}" stroke="black" stroke-dasharray="3 3"/>')
+        out.append(f'<path d="M{x:g} {TOP - 12}V{TOP + 5 * ROW}" class="ink" stroke-dasharray="3 3"/>')
         out.append(f'<text x="{x:g}" y="{TOP - 18}" text-anchor="{"end" if at == KILLED else "start"}">{words}</text>')
     y = TOP + 5 * ROW + 14
     lost = "after step 2 each rank's state is in shared memory, which survives the process: step 3 is computed again"
     out.append(f'<text x="{LEFT}" y="{y + 6}">{lost}</text>')
     for i, (what, words) in enumerate(WORDS.items()):
         x = LEFT + i * 190
-        edge = ' stroke="#bbb"' if what == "spare" else ""
+        edge = ' class="faint"' if what == "spare" else ""
         out.append(f'<rect x="{x}" y="{y + 26}" width="16" height="16" fill="{COLOURS[what]}"{edge}/>')
         out.append(f'<text x="{x + 22}" y="{y + 39}">{words}</text>')
     return "\n".join([*out, "</svg>"]) + "\n"

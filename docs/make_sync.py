@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from svg_style import begin_svg
+
 HERE = Path(__file__).parent
 COLOURS = ("#4477aa", "#ee6677", "#228833")
 UNIT, ROW, LEFT, TOP, GAP = 26, 22, 150, 46, 34
@@ -59,7 +61,7 @@ def panel(
     bottom = top + ROW * len(names)
     for row, (name, spans) in enumerate(zip(names, bars, strict=True)):
         y = top + row * ROW
-        out.append(f'<text x="10" y="{y + 15}" fill="{COLOURS[row]}">{name}</text>')
+        out.append(f'<text x="10" y="{y + 15}" class="c{row}">{name}</text>')
         for start, end in spans:
             where = (
                 f'x="{LEFT + start * UNIT + 1:g}" y="{y + 2}" width="{(end - start) * UNIT - 2:g}" height="{ROW - 6}"'
@@ -67,10 +69,10 @@ def panel(
             out.append(f'<rect {where} rx="2" fill="{COLOURS[row]}"/>')
     for when in meets:
         x = LEFT + when * UNIT
-        out.append(f'<path d="M{x:g} {top - 4}V{bottom}" stroke="black" stroke-width="2"/>')
+        out.append(f'<path d="M{x:g} {top - 4}V{bottom}" class="ink" stroke-width="2"/>')
     for when, row in thin:
         x, middle = LEFT + when * UNIT, top + row * ROW + ROW / 2 - 1
-        out.append(f'<circle cx="{x:g}" cy="{middle:g}" r="4" fill="white" stroke="black"/>')
+        out.append(f'<circle cx="{x:g}" cy="{middle:g}" r="4" class="page ink"/>')
     return out
 
 
@@ -78,7 +80,7 @@ def picture() -> str:
     speeds, names = [1, 1, 3], ["worker 0", "worker 1", "worker 2, slow"]
     parts: list[tuple[str, Bars, list[float], list[tuple[float, int]]]] = []
     bars, meets = every_step(speeds)
-    parts.append(("step: gradients are summed in every step (black lines: all exchange)", bars, meets, []))
+    parts.append(("step: gradients are summed in every step (thick lines: all exchange)", bars, meets, []))
     bars, meets = rounds(speeds, 4)
     parts.append(("local:4, diloco:4: an exchange every 4 steps", bars, meets, []))
     bars, delivered, updates = server(speeds, 4)
@@ -92,12 +94,7 @@ def picture() -> str:
     )
     height = TOP + len(parts) * (ROW * len(names) + GAP)
     width = LEFT + END * UNIT + 20
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'font-family="sans-serif" font-size="12">',
-        "<title>When workers compute and when they come together, by train.sync</title>",
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
+    out = begin_svg(width, height, "When workers compute and when they come together, by train.sync", shown=False)
     for i, part in enumerate(parts):
         out += panel(TOP + i * (ROW * len(names) + GAP), part[0], names, *part[1:])
     return "\n".join([*out, "</svg>"]) + "\n"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from svg_style import begin_svg
+
 HERE = Path(__file__).parent
 DEVICE, HOST, DISK, PASS = "#4477aa", "#228833", "#aa8833", "#888888"
-STYLE = 'xmlns="http://www.w3.org/2000/svg" font-family="system-ui, sans-serif" font-size="12"'
-
-BACKGROUND = '<rect width="100%" height="100%" fill="white"/>'
-
 BOXES = (
     ("device", DEVICE,
      ("weights in bf16", "gradients", "activations of the blocks that run", "slots for 3 pieces and more")),
@@ -30,23 +28,23 @@ def homes() -> str:
         x = left + column * (width + gap)
         out.append(
             f'<rect x="{x}" y="{top}" width="{width}" height="{height}" rx="6" fill="{colour}" fill-opacity="0.12" '
-            f'stroke="{colour}"/><text x="{x + 12}" y="{top + 24}" font-weight="bold" fill="{colour}">{name}</text>'
+            f'stroke="{colour}"/><text x="{x + 12}" y="{top + 24}" font-weight="bold">{name}</text>'
         )
         out += [f'<text x="{x + 12}" y="{top + 48 + 20 * row}">{line}</text>' for row, line in enumerate(lines)]
     for column, (inward, outward) in enumerate(ARROWS):
         x = left + width + column * (width + gap)
         for y, text, begin, end in ((50, inward, gap - 8, 8), (100, outward, 8, gap - 8)):
             out.append(
-                f'<path d="M{x + begin} {top + y}H{x + end}" stroke="black" marker-end="url(#head)"/>'
+                f'<path d="M{x + begin} {top + y}H{x + end}" class="ink" marker-end="url(#head)"/>'
                 f'<text x="{x + gap / 2:g}" y="{top + y - 6}" text-anchor="middle">{text}</text>'
             )
-    head = (
+    arrow = (
         '<defs><marker id="head" markerWidth="8" markerHeight="8" refX="6" refY="3" orient="auto">'
-        '<path d="M0 0L7 3L0 6z"/></marker></defs>'
+        '<path class="solid" d="M0 0L7 3L0 6z"/></marker></defs>'
     )
-    size = f'viewBox="0 0 {left * 2 + 3 * width + 2 * gap} {top * 2 + height}"'
-    title = "<title>What lives on the device, in host memory and on disk</title>"
-    return f"<svg {STYLE} {size}>{title}{BACKGROUND}{head}{''.join(out)}</svg>\n"
+    title = "What lives on the device, in host memory and on disk"
+    opening = begin_svg(left * 2 + 3 * width + 2 * gap, top * 2 + height, title, shown=False)
+    return "\n".join([*opening, arrow, *out, "</svg>"]) + "\n"
 
 
 UNITS = 4
@@ -54,7 +52,7 @@ QUEUES = ("computation", "fetch", "store", "disk read", "disk write")
 FORWARD, BACKWARD, UPDATE, COPY, READ, WRITE = 2.0, 4.0, 0.5, 1.5, 1.8, 2.0
 """Time of a unit in each queue."""
 Bar = tuple[str, float, float, str, str]
-"""Queue, begin, end, label and colour."""
+"""Queue, begin, end, label and colour; an update has neither."""
 
 
 def timeline() -> list[Bar]:
@@ -78,7 +76,7 @@ def timeline() -> list[Bar]:
         read = put("disk read", ahead - READ, READ, f"{unit}", DISK)
         arrived[unit] = put("fetch", read, COPY, f"{unit}", HOST)
     for unit in range(1, UNITS + 1):
-        updated = put("computation", max(norm, arrived[unit]), UPDATE, "", DEVICE)
+        updated = put("computation", max(norm, arrived[unit]), UPDATE, "", "")
         put("computation", updated, FORWARD, f"forward {unit}", PASS)
         stored = put("store", updated, COPY, f"{unit}", HOST)
         put("disk write", stored, WRITE, f"{unit}", DISK)
@@ -95,23 +93,22 @@ def queues() -> str:
         out.append(f'<text x="10" y="{top + index * row + 18}">{queue}</text>')
     for queue, begin, end, label, colour in bars:
         x, y = left + begin * unit, top + QUEUES.index(queue) * row
+        look = f'fill="{colour}" fill-opacity="0.55"' if colour else 'class="strong"'
         out.append(
-            f'<rect x="{x:.1f}" y="{y + 4}" width="{(end - begin) * unit - 1:.1f}" height="{row - 8}" rx="2" '
-            f'fill="{colour}" fill-opacity="0.55"/>'
+            f'<rect x="{x:.1f}" y="{y + 4}" width="{(end - begin) * unit - 1:.1f}" height="{row - 8}" rx="2" {look}/>'
         )
         middle = x + (end - begin) * unit / 2
         out.append(f'<text x="{middle:.1f}" y="{y + 18}" text-anchor="middle" font-size="11">{label}</text>')
     norm = left + UNITS * BACKWARD * unit
     bottom = top + row * len(QUEUES)
     out.append(
-        f'<path d="M{norm:g} {top - 6}V{bottom}" stroke="black" stroke-dasharray="3 3"/>'
+        f'<path d="M{norm:g} {top - 6}V{bottom}" class="ink" stroke-dasharray="3 3"/>'
         f'<text x="{norm:g}" y="{top - 10}" text-anchor="middle">the gradient norm is known</text>'
-        f'<text x="{left}" y="{bottom + 18}" font-size="11">dark: the update of a unit, right before its next forward '
-        "pass; numbers are units</text>"
+        f'<rect x="{left}" y="{bottom + 8}" width="12" height="12" rx="2" class="strong"/><text x="{left + 18}" '
+        f'y="{bottom + 18}">the update of a unit, right before its next forward pass; numbers are units</text>'
     )
-    title = "<title>The five queues of one step</title>"
-    size = f'viewBox="0 0 {left + last * unit + 10:.0f} {bottom + 28}"'
-    return f"<svg {STYLE} {size}>{title}{BACKGROUND}{''.join(out)}</svg>\n"
+    begin_lines = begin_svg(left + last * unit + 10, bottom + 30, "The five queues of one step", shown=False)
+    return "\n".join([*begin_lines, *out, "</svg>"]) + "\n"
 
 
 def images() -> dict[Path, str]:

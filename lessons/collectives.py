@@ -1,28 +1,20 @@
-"""Collectives by hand: all-reduce, and what it is made of, with nothing but send and receive.
+"""Collectives by hand, with nothing but send and receive. The text is in collectives.md.
 
-    python lessons/collectives.py
-
-Four processes hold a tensor of S bytes each, the gradients of a deep MLP, and all want the sum. What you learn:
-
-1. Reduce-scatter. Split the tensor into n shards and send them around a ring. Each rank adds its own values to the
-   shard it receives and sends it on; after n - 1 steps each rank has the sum of one shard. It has sent (n - 1) / n · S.
-2. All-gather. Send the finished shards around once more, without adding. Again (n - 1) / n · S.
-3. All-reduce is both, so 2 (n - 1) / n · S: nearly the same for 4 ranks and for 4,000. No algorithm sends less. But it
-   takes 2 (n - 1) steps, and each costs a latency, however small the tensor is.
-4. A tree takes 2 log2(n) steps, but sends the whole tensor in each: better for small tensors, worse for large ones.
-
-Sending the whole tensor to every other rank would be (n - 1) · S.
+weft lesson collectives
 """
 
 import tempfile
+import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-RANKS, LAYERS, DIM, BATCH = 4, 8, 32, 16
+from weft.cli.lessons.output import say, show
+
+RANKS, NUMBERS = 4, 8448  # numbers of a tensor: the gradients of a small model
 SENT = [0]  # bytes, on this rank
 
 
@@ -58,22 +50,44 @@ def ring(x: Tensor) -> None:
     all_gather(shards)
 
 
-def tree(x: Tensor) -> None:
-    """Sum in pairs, then pairs of pairs, up to rank 0; then send the sum back down."""
+def reduce(x: Tensor) -> None:
+    """Sum in pairs, then pairs of pairs, up to rank 0; the other ranks end with partial sums."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    distances = [1 << i for i in range((n - 1).bit_length())]
-    for d in distances:
+    for d in (1 << i for i in range((n - 1).bit_length())):
         if rank % (2 * d) == d:
             exchange([(x, rank - d)], [])
         elif rank % (2 * d) == 0 and rank + d < n:
             received = torch.empty_like(x)
             exchange([], [(received, rank + d)])
             x += received
-    for d in reversed(distances):
+
+
+def broadcast(x: Tensor) -> None:
+    """Rank 0's values to all: the way of reduce backwards, so the ranks that have them double in each step."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    for d in reversed([1 << i for i in range((n - 1).bit_length())]):
         if rank % (2 * d) == d:
             exchange([], [(x, rank - d)])
         elif rank % (2 * d) == 0 and rank + d < n:
             exchange([(x, rank + d)], [])
+
+
+def tree(x: Tensor) -> None:
+    reduce(x)
+    broadcast(x)
+
+
+def scatter(shards: list[Tensor]) -> Tensor:
+    """Rank 0 gives each rank its shard."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    exchange([(shards[r], r) for r in range(1, n) if rank == 0], [(shards[rank], 0)] if rank else [])
+    return shards[rank]
+
+
+def gather(shards: list[Tensor]) -> None:
+    """Rank 0 ends with every rank's shard."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    exchange([(shards[rank], 0)] if rank else [], [(shards[r], r) for r in range(1, n) if rank == 0])
 
 
 def to_all(x: Tensor) -> None:
@@ -84,34 +98,70 @@ def to_all(x: Tensor) -> None:
         x += tensor
 
 
-def gradients(rank: int) -> Tensor:
-    """The gradients of this rank's samples as one flat tensor."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(DIM, DIM), nn.GELU())))
-    torch.manual_seed(1 + rank)
-    F.mse_loss(model(torch.randn(BATCH, DIM)), torch.randn(BATCH, DIM)).backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
+EXPECTED = {  # most bytes that a rank sends, in sizes of the tensor, for 4 ranks
+    "reduce": 1.0, "broadcast": 2.0, "scatter": 0.75, "gather": 0.25, "reduce_scatter": 0.75, "all_gather": 0.75,
+    "ring": 1.5, "tree": 2.0, "to_all": 3.0,
+}  # fmt: skip
 
 
 def lesson(rank: int, store: str) -> None:
     """Run on each of the four processes."""
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     torch.set_num_threads(1)
-    mine = gradients(rank)
+    mine = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(rank))
     expected = mine.clone()
     dist.all_reduce(expected)
     size = mine.numel() * mine.element_size()
-    for name, algorithm in {"ring": ring, "tree": tree, "to all": to_all}.items():
+    rows = []
+    for name, predicted in EXPECTED.items():
         SENT[0], x = 0, mine.clone()
-        algorithm(x)
-        torch.testing.assert_close(x, expected)
-        sent = [torch.zeros(1, dtype=torch.int64) for _ in range(RANKS)]
-        dist.all_gather(sent, torch.tensor(SENT))
-        if rank == 0:
-            print(f"{name:8} sent by each rank: {', '.join(f'{s.item() / size:.2f} S' for s in sent)}")
+        in_shards = name in ("scatter", "gather", "reduce_scatter", "all_gather")
+        globals()[name](list(x.tensor_split(RANKS)) if in_shards else x)
+        if name in ("ring", "tree", "to_all"):
+            torch.testing.assert_close(x, expected)
+        dist.all_reduce(sent := torch.tensor(SENT), dist.ReduceOp.MAX)
+        rows.append((name, f"{predicted:.2f} S", f"{sent.item() / size:.2f} S"))
+    both_s, parts_s = timed(lambda x: ring(x), mine), timed(halves, mine)
     if rank == 0:
-        print(f"\nAll three equal the library's all-reduce. S is {size:,} bytes.")
+        say("Bytes sent by the rank that sends most; S is {size:,} bytes:", size=size)
+        show(rows)
+        say("\nSeconds of an all-reduce {both:.4f}; of a reduce-scatter and an all-gather {parts:.4f}",
+            both=both_s, parts=parts_s)  # fmt: skip
+    with_weft(mine)
+    if rank == 0:
+        say("\nAll three sums equal the library's all-reduce. S is {size:,} bytes.", size=size)
     dist.destroy_process_group()
+
+
+def halves(x: Tensor) -> None:
+    shards = list(x.tensor_split(dist.get_world_size()))
+    dist.barrier()  # the two halves apart: nothing of one overlaps with the other
+    reduce_scatter(shards)
+    all_gather(shards)
+
+
+def timed(work: Callable[[Tensor], None], x: Tensor) -> float:
+    took = []
+    for _ in range(5):
+        y = x.clone()
+        dist.barrier()
+        began = time.perf_counter()
+        work(y)
+        took.append(time.perf_counter() - began)
+    return min(took)
+
+
+def with_weft(mine: Tensor) -> None:
+    """Weft's algorithms on the same tensor."""
+    from weft.comm import algorithms
+    from weft.comm.axis import Axis
+
+    for name in ("ring", "tree"):
+        axis = Axis("everyone", dist.group.WORLD, RANKS, dist.get_rank())
+        algorithms.all_reduce(axis, mine.clone(), name, chunks=1)
+        dist.all_reduce(sent := torch.tensor(axis.bytes["send"]), dist.ReduceOp.MAX)
+        if dist.get_rank() == 0:
+            say("Weft's {name}: {sent:.2f} S", name=name, sent=sent.item() / (mine.numel() * 4))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,6 @@
-"""Expert parallelism by hand: four processes hold two of eight experts each, and tokens are sent to theirs and back.
+"""Expert parallelism by hand: tokens are sent to their experts and back by all-to-all. The text is in experts.md.
 
-A router gives every token a score for every expert, and the token uses the best two. Their outputs are weighted by
-the scores and summed. All experts together have eight times the weights of one, but a token pays for two. No rank
-holds all experts, so each rank sorts its tokens by expert and sends each rank the tokens for its experts:
-
-    sorted by expert ─▶ all-to-all ─▶ sorted by expert again ─▶ the experts ─▶ all-to-all ─▶ weighted sum
-
-The counts are exchanged first, because they depend on the routing. In the backward pass gradients take the same path in
-the other direction. Nothing is padded and no token is dropped: an unused expert has no rows. Run it:
-
-    weft lesson experts
+weft lesson experts
 """
 
 from __future__ import annotations
@@ -21,6 +12,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor
+
+from weft.cli.lessons.output import say, show, t
 
 RANKS, EXPERTS, TOP, TOKENS, DIM, FFN = 4, 8, 2, 16, 12, 20
 
@@ -104,13 +97,34 @@ def lesson(rank: int, store: str) -> None:
     torch.testing.assert_close(out, expected[mine])
     torch.testing.assert_close((dx, d_router), (expected_grads[0][mine], expected_grads[1]))
     torch.testing.assert_close((d_up, d_down), tuple(g.chunk(RANKS)[rank] for g in expected_grads[2:]))
+    load = route(full[0], full[1])[0].flatten().bincount(minlength=EXPERTS)
+    busiest = float(load.max() / load.float().mean())
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(RANKS)]
     dist.all_gather(counts, torch.tensor([sent]))
     if rank == 0:
-        for r, count in enumerate(counts):
-            print(f"rank {r}: experts {2 * r} and {2 * r + 1}, sent {count.item()} of {TOKENS * TOP} rows")
-        print("\nOutput and gradients equal those of one process that holds all experts.")
+        say("Rows that a rank sends to others, if the router chose evenly, and as it chose:")
+        even = TOKENS * TOP * (RANKS - 1) // RANKS
+        show([(t("rank {rank}", rank=r), even, int(count)) for r, count in enumerate(counts)])
+        say("\nThe busiest expert has {ratio:.2f} times the mean: the other ranks wait for it.", ratio=busiest)
+        with_weft()
+        say("\nOutput and gradients equal those of one process that holds all experts.")
     dist.destroy_process_group()
+
+
+def with_weft() -> None:
+    """A mixture of experts in Weft's plan: weights that exist, and weights that a token uses."""
+    from weft.job.load import parse_job
+    from weft.planner import make_plan
+
+    say("\nMixtral 8x7B on 8 H100, by Weft's planner:")
+    for ep in (1, 8):
+        plan = make_plan(parse_job({
+            "model": {"shape": "mixtral-8x7b"}, "data": {"source": "synthetic", "seq_len": 2048}, "precision": "bf16",
+            "train": {"global_batch": 8, "microbatch": 1}, "parallel": {"dp_shard": 8, "zero": 3, "ep": ep},
+            "cluster": {"device": "h200-sxm", "devices_per_node": 8},
+        }))[1]  # fmt: skip
+        say("ep {ep}: {memory:.1f} GiB a device, {traffic:.1f} GiB sent a step", ep=ep,
+            memory=plan.predicted["memory_gib"], traffic=plan.predicted["communication_mib"] / 1024)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,18 +1,6 @@
-"""A pipeline by hand: a deep MLP split into four stages, one a process, with only send and receive.
+"""A pipeline by hand: a deep MLP split into four stages, with only send and receive. The text is in pipeline.md.
 
-    python lessons/pipeline.py
-
-What you learn, for p stages and m microbatches:
-
-1. Naive. Each stage computes, sends its output, and waits. Only one rank works at a time, so p ranks take as long as
-   one: (p - 1) / p of their time is lost. The lost time is called the bubble.
-2. GPipe. Split the batch into microbatches: while stage 1 has the first, stage 0 computes the second. The bubble is
-   (p - 1) / (m + p - 1), but each stage keeps the activations of all m microbatches until their backward.
-3. 1F1B. When the pipeline is full, run one backward before each new forward. The bubble is GPipe's, but a stage keeps
-   at most p microbatches.
-
-All three are one loop with a different limit of kept microbatches. All three give the gradients of a single process,
-because the gradients of the microbatches add up to those of the batch.
+weft lesson pipeline
 """
 
 import tempfile
@@ -25,10 +13,12 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.cli.lessons.output import say, show, t
+
 RANKS, LAYERS, DIM, BATCH, MICROBATCHES = 4, 8, 32, 64, 16
 # A laptop may have fewer cores than this pipeline has ranks, so a stage sleeps instead of computing: this long for the
 # forward of one sample, and twice that for its backward.
-FORWARD_S = 0.005
+FORWARD_S = 0.004
 
 
 def run_layers(layers: list[nn.Linear], x: Tensor, first: bool) -> Tensor:
@@ -120,8 +110,8 @@ def lesson(rank: int, store: str) -> None:
     weights = [p for layer in mine for p in layer.parameters()]
     expected_grads = torch.autograd.grad(expected, weights)
     if rank == 0:
-        print(f"one process: loss {expected.item():.6f}\n\n{'':10}step    bubble  should be  stage 0 kept  loss")
-
+        say("One process: loss {loss:.6f}\n", loss=expected.item())
+    rows: list[tuple[str, object, object]] = []
     for name, keep in KEEP.items():
         m = 1 if name == "naive" else MICROBATCHES
         microbatches = list(zip(inputs.chunk(m), targets.chunk(m), strict=True))
@@ -136,12 +126,36 @@ def lesson(rank: int, store: str) -> None:
         took = time.perf_counter() - began
         torch.testing.assert_close([w.grad for w in weights], list(expected_grads))
         dist.broadcast(loss := torch.tensor(stage.loss), RANKS - 1)
-        bubble, should = 1 - 3 * FORWARD_S * BATCH / took, (RANKS - 1) / (m + RANKS - 1)
-        if rank == 0:
-            print(f"{name:7}{took:5.2f} s{bubble:9.1%}{should:11.1%}{stage.most_kept:8} of {m:<4}{loss.item():.6f}")
+        bubble, predicted = 1 - 3 * FORWARD_S * BATCH / took, (RANKS - 1) / (m + RANKS - 1)
+        kept = {"naive": 1, "gpipe": m, "1f1b": RANKS}[name]
+        rows += [(t("{name}: bubble", name=name), f"{predicted:.1%}", f"{bubble:.1%}"),
+                 (t("{name}: microbatches kept by stage 0", name=name), kept, stage.most_kept),
+                 (t("{name}: loss", name=name), f"{expected.item():.6f}", f"{loss.item():.6f}")]  # fmt: skip
     if rank == 0:
-        print("\nThe gradients of all three equal the single process's.")
+        show(rows)
+        with_weft()
+        say("\nThe gradients of all three equal the single process's.")
     dist.destroy_process_group()
+
+
+def with_weft() -> None:
+    """Weft's schedules of the same pipeline, and the Gantt charts of two."""
+    from weft.planner.schedules.gantt import gantt_text
+    from weft.planner.schedules.known_schedules import make_schedule
+    from weft.planner.schedules.simulate import Costs, simulate
+
+    say("\nWeft's schedules for {ranks} ranks and {m} microbatches:", ranks=RANKS, m=8)
+    lines = {}
+    for name in ("naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1"):
+        schedule = make_schedule(name, RANKS, 8)
+        stages = schedule.stages
+        lines[name] = simulate(schedule, Costs((RANKS / stages,) * stages, (2 * RANKS / stages,) * stages))
+    formula = (RANKS - 1) / (8 + RANKS - 1)
+    predicted = {"naive": (RANKS - 1) / RANKS, "gpipe": formula, "1f1b": formula}
+    show([(n, f"{predicted[n]:.1%}" if n in predicted else "", f"{line.bubble:.1%}") for n, line in lines.items()],
+         ("formula", "Weft"))  # fmt: skip
+    for name in ("gpipe", "1f1b"):
+        print(f"\n{name}\n{gantt_text(lines[name], 80)}", end="")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,6 @@
-"""Ring attention by hand: four processes hold a quarter of a sequence each, and send keys and values around a ring.
+"""Ring attention by hand: keys and values of a long sequence go around a ring. The text is in ring_attention.md.
 
-Attention needs the keys of every token, and those of a long sequence do not fit on one device. So each rank keeps its
-own queries and sends keys and values to the next rank, until every rank has seen them. The result for one block of keys
-is a softmax over those keys alone; to merge two of them a rank keeps the log-sum-exp of each:
-
-    lse = log(exp(lse_a) + exp(lse_b))        out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
-
-With a causal mask and the sequence in order, the first rank would have little work and the last rank the most. So the
-sequence is split into eight chunks, and rank r holds chunks r and 7 - r: every rank has the same work in a hop. Run it:
-
-    weft lesson ring_attention
+weft lesson ring_attention
 """
 
 from __future__ import annotations
@@ -22,7 +13,10 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.cli.lessons.output import say, show, t
+
 RANKS, LENGTH, HEADS, WIDTH = 4, 64, 2, 16
+SENT = [0]  # bytes, on this rank
 
 
 def places(rank: int, ranks: int, length: int) -> Tensor:
@@ -35,6 +29,7 @@ def pass_on(x: Tensor) -> tuple[list[dist.Work], Tensor, Tensor]:
     """Send x to the next rank and receive from the previous one; wait for the works before using the result."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     x, new = x.contiguous(), torch.empty_like(x)
+    SENT[0] += x.numel() * x.element_size()
     ops = [dist.P2POp(dist.isend, x, (rank + 1) % ranks), dist.P2POp(dist.irecv, new, (rank - 1) % ranks)]
     return dist.batch_isend_irecv(ops), x, new
 
@@ -102,16 +97,38 @@ def lesson(rank: int, store: str) -> None:
     expected_grads = torch.autograd.grad(expected, full, dout)
     mine = places(rank, RANKS, LENGTH)
     parts = [t.detach()[:, mine].requires_grad_() for t in full]
-    out = RingAttention.apply(*parts, LENGTH)
+    SENT[0] = 0
+    out, per_rank = RingAttention.apply(*parts, LENGTH), LENGTH // RANKS
+    sent = SENT[0]
     grads = torch.autograd.grad(out, parts, dout[:, mine])
     torch.testing.assert_close(out, expected[:, mine])
     torch.testing.assert_close(grads, tuple(g[:, mine] for g in expected_grads))
     work = [int((mine.unsqueeze(1) >= places((rank - hop) % RANKS, RANKS, LENGTH)).sum()) for hop in range(RANKS)]
     dist.all_gather(counts := list(torch.zeros(RANKS, RANKS, dtype=torch.int64)), torch.tensor(work))
+    in_order = [r * per_rank * per_rank + per_rank * (per_rank + 1) // 2 for r in range(RANKS)]
     if rank == 0:
-        print(*(f"rank {r}: scores computed in each hop: {c.tolist()}" for r, c in enumerate(counts)), sep="\n")
-        print("\nOutput and gradients equal those of one process that has the whole sequence.")
+        say("Scores of a rank, with two chunks a rank and with the sequence in order:")
+        rows = [(t("rank {rank}", rank=r), int(c.sum()), in_order[r]) for r, c in enumerate(counts)]
+        show(rows, ("two chunks", "in order"))
+        total = LENGTH * (LENGTH + 1) // 2
+        say("\nThe whole sequence has {total:,} scores, {share:,} a rank.", total=total, share=total // RANKS)
+        show([
+            (t("bytes of keys and values sent forward"), RANKS * 2 * 4 * HEADS * per_rank * WIDTH, sent),
+            (t("scores of a rank"), total // RANKS, int(counts[0].sum())),
+        ])  # fmt: skip
+        with_weft()
+        say("\nOutput and gradients equal those of one process that has the whole sequence.")
     dist.destroy_process_group()
+
+
+def with_weft() -> None:
+    """Weft's split of the sequence: the same chunks for the same rank."""
+    from weft.parallel.context.sequence_split import SequenceSplit
+    from weft.planner.plan import Plan
+
+    plan = Plan("cpu", "cpu", "gloo", cp=RANKS, zigzag=True)
+    same = all(torch.equal(SequenceSplit.of(plan, r).rows(LENGTH), places(r, RANKS, LENGTH)) for r in range(RANKS))
+    say("\nWeft gives every rank the same tokens: {same}", same=t("yes") if same else t("no"))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ LONG = (
 """Files that take 12 s of CPU and more, the longest first: one that came last would leave the other workers idle.
 test_families brings all files of WITH_TRANSFORMERS with it, which take 100 s."""
 WITH_TRANSFORMERS = (
-    "tests/pretrained/",
+    "tests/extensions/pretrained/",
+    "tests/extensions/hub/",
     "tests/extensions/adapters/test_hf_trainer.py",
     "tests/extensions/encoders/test_decoding_cache.py",
 )

@@ -28,34 +28,33 @@ def modules() -> dict[str, Path]:
 
 
 @cache
-def outline(path: Path) -> tuple[list[tuple[ast.Import | ast.ImportFrom, bool]], list[str]]:
-    """Every import of a module, and whether it is for type checking only; the public classes of the module."""
+def outline(path: Path) -> tuple[list[ast.Import | ast.ImportFrom], list[str]]:
+    """Every import of a module, those for type checking too; the public classes of the module."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    found: list[tuple[ast.Import | ast.ImportFrom, bool]] = []
+    imports: list[ast.Import | ast.ImportFrom] = []
 
-    def visit(node: ast.AST, types: bool) -> None:
+    def visit(node: ast.AST) -> None:
         if isinstance(node, ast.Import | ast.ImportFrom):
-            found.append((node, types))
-        inside = types or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+            imports.append(node)
         for block in ("body", "orelse", "finalbody", "handlers", "cases"):  # expressions have no imports
             children = getattr(node, block, ())
             for child in children if isinstance(children, list) else ():
-                visit(child, inside)
+                visit(child)
 
-    visit(tree, False)
-    return found, [n.name for n in tree.body if isinstance(n, ast.ClassDef) and not n.name.startswith("_")]
+    visit(tree)
+    return imports, [n.name for n in tree.body if isinstance(n, ast.ClassDef) and not n.name.startswith("_")]
 
 
-def imports_of(path: Path, known: dict[str, Path]) -> set[str]:
-    """Modules of the package that a module imports anywhere but for type checking."""
-    found: set[str] = set()
-    for node, types in outline(path)[0]:
-        if isinstance(node, ast.Import) and not types:
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not types:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found.update(name if name in known else node.module for name in names)
-    return found & known.keys()
+def imports_of(path: Path, package: dict[str, Path]) -> set[str]:
+    """Modules of the package that a module imports anywhere, for type checking too."""
+    names: set[str] = set()
+    for node in outline(path)[0]:
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif node.module:
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            names.update(name if name in package else node.module for name in inner)
+    return names & package.keys()
 
 
 @pytest.mark.parametrize(
@@ -88,8 +87,8 @@ def test_the_longest_files_exist() -> None:
 
 
 def test_no_import_cycles() -> None:
-    known = modules()
-    graph = {name: imports_of(path, known) - {name} for name, path in known.items()}
+    package = modules()
+    graph = {name: imports_of(path, package) - {name} for name, path in package.items()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -146,7 +145,7 @@ def test_private_torch_names_live_in_internals_modules() -> None:
             continue
         used = PRIVATE_ATTRIBUTE.search(path.read_text(encoding="utf-8"))
         assert not used, f"{name} uses {used[0]}; put it into a module named *_internals.py"
-        for node, _ in outline(path)[0]:
+        for node in outline(path)[0]:
             imported: list[str] = []
             if isinstance(node, ast.ImportFrom) and node.module:
                 imported = [f"{node.module}.{alias.name}" for alias in node.names]

@@ -21,7 +21,7 @@ _MODULES = {
     "save": "weft.checkpoint.save_load",
     "load": "weft.checkpoint.save_load",
     "train": "weft.launch.train",
-    "from_hf": "weft.pretrained.reader",
+    "from_hf": "weft.extensions.pretrained.reader",
     "Accelerator": "weft.extensions.adapters.accelerate.accelerator",
     "initialize": "weft.extensions.adapters.deepspeed_engine",
     "WeftTrainer": "weft.extensions.adapters.transformers.hf_trainer",

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from weft.comm import mpi
 from weft.comm.agreement import all_gather_json
 from weft.comm.axis import Axis
 from weft.comm.dtensor_internals import flatten_mesh, join_meshes
@@ -26,9 +25,11 @@ from weft.comm.meter import Meter
 from weft.comm.rendezvous import await_all, rendezvous
 from weft.comm.shards import sharded_axes
 from weft.hardware.network import export_interface
-from weft.hardware.rank_environment import rank_info, under_mpi
+from weft.hardware.rank_environment import launcher_backend, rank_info
 from weft.hardware.shared_devices import act_as_own_host, memory_fraction, ranks_per_device, use_many_queues
+from weft.job.comm import BACKENDS
 from weft.job.errors import MachineError
+from weft.job.import_by_name import find_object
 from weft.planner.plan import Plan
 from weft.wire.tunnel import Tunnel
 
@@ -230,11 +231,15 @@ def connect(
     timeout = datetime.timedelta(seconds=timeout_s)
     if here.local_world < here.world:
         export_interface()
-    if plan.backend == "mpi":
-        if not under_mpi():
-            raise MachineError(f"comm.backend=mpi: start the ranks by mpirun -n {plan.world}, or use comm.backend=gloo")
-        mpi.register()
-    store, (backend, host_backend) = store or rendezvous(timeout), BACKENDS[plan.backend]
+    library = BACKENDS[plan.backend]
+    if library.launcher and launcher_backend() != library.name:
+        raise MachineError(
+            f"comm.backend={library.name}: start the ranks by {library.launcher} -n {plan.world}, or use "
+            f"comm.backend={library.other}"
+        )
+    if library.register:
+        find_object(library.register, "comm.backend")()
+    store, backend, host_backend = store or rendezvous(timeout), library.torch_name, library.host
     if tunnel is not None:
         store = encrypted_store(store or next(dist.rendezvous("env://"))[0], tunnel)
         backend = host_backend = ENCRYPTED
@@ -256,14 +261,6 @@ def connect(
     if plan.backend == "nccl":
         mesh.create_communicators()
     return mesh
-
-
-BACKENDS: dict[str, tuple[str, str]] = {
-    "nccl": ("cpu:gloo,cuda:nccl", "gloo"),
-    "gloo": ("gloo", "gloo"),
-    "mpi": (mpi.NAME, mpi.NAME),
-}
-"""By a plan's backend: its name in torch, and the backend of small values between steps."""
 
 
 def fake_mesh(plan: Plan, rank: int) -> Mesh:

@@ -64,15 +64,12 @@ class LossScale:
     quiet: int = 0
     growth_interval: int = 200
     skipped: int = 0
+    limit: float | None = None
+    """The bound of an element of a scaled gradient; None: there is none."""
 
     @classmethod
     def for_precision(cls, precision: str) -> LossScale:
-        return cls(True, value=2.0**16) if precision == "fp16" else cls(False)
-
-    @property
-    def limit(self) -> float | None:
-        """The bound of an element of a scaled gradient; None: there is none."""
-        return FP16_OVERFLOW if self.dynamic else None
+        return cls(True, value=2.0**16, limit=FP16_OVERFLOW) if precision == "fp16" else cls(False)
 
     def update(self, finite: bool) -> None:
         """Adjust the scale after a step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -87,7 +88,7 @@ def test_text_has_reasons_and_runners_up(job: Path, weft: Weft) -> None:
     assert "runners-up" in out and "compared with the plan" in out and "% slower" in out
     assert "why not tp=8: slower; its best form, " in out and "more in tensor-parallel traffic" in out
     assert "offer " in out and "nebius:spot" in out and "35,000 USD over 4 years" in out
-    assert "train.global_batch" in out and "front: ranks" in out
+    assert "train.global_batch" in out and "step with failures" in out
 
 
 def test_offers_of_a_repeated_option_are_all_compared(job: Path, weft: Weft) -> None:
@@ -194,6 +195,17 @@ def test_own_catalog_and_topology(job: Path, weft: Weft) -> None:
     assert code == 2 and "mine.yaml: x1 has memory_gb; it takes aliases, kind, link_gb_s" in result
 
 
+def test_the_page_has_the_figures_of_the_terminal(job: Path, weft: Weft) -> None:
+    code, out, _ = weft(job, "model=llama-3b", "--top", "3", "--html", "plan.html")
+    assert code == 0
+    rows = out.split("compared with the plan\n")[1].split("\n\n")[0].splitlines()
+    page = (job / "plan.html").read_text()
+    assert len(rows) == 2
+    for row in rows:
+        layout, step, *_ = (cell.strip() for cell in re.split(r"  +", row))
+        assert layout.split(",")[0] in page and f">{step}</td>" in page
+
+
 def test_page_in_a_browser(job: Path, weft: Weft) -> None:
     code, _, result = weft(job, "model=llama-70b", "cluster.nodes=16", "--html", "plan.html")
     assert code == 0 and "written: plan.html" in result
@@ -205,4 +217,5 @@ def test_page_in_a_browser(job: Path, weft: Weft) -> None:
     ).stdout
     for title in ("Memory of one rank", "Where a step's time goes", "The front", "The mesh on the nodes", "Runner-ups"):
         assert title.replace("'", "&#x27;") in dom or title in dom
-    assert dom.count('class="main-svg"') >= 8, "plotly drew the figures"
+    assert dom.count('class="plot"') == 4 and dom.count("<svg") >= 4, "four figures are drawn"
+    assert len(page) < 400_000

@@ -87,9 +87,9 @@ def weights_of(job: Job) -> Tensor:
 
 def test_figures_of_a_timed_step(pool: RankPool) -> None:
     for layout, axis, kinds in (
-        ({"dp_replicate": 2}, "dp_replicate", {"all_reduce"}),
+        ({"dp_replicate": 2, "dp_shard": 1}, "dp_replicate", {"all_reduce"}),
         ({"dp_shard": 2, "zero": 3}, "dp_shard", {"all_gather", "reduce_scatter"}),
-        ({"tp": 2}, "tp", {"all_gather", "reduce_scatter"}),
+        ({"dp_shard": 1, "tp": 2}, "tp", {"all_gather", "reduce_scatter"}),
     ):
         job = parity.make_job(train={"accumulation": 1}, parallel=layout)
         for found, counts, quiet in pool.run(watched, 2, job):

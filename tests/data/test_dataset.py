@@ -8,9 +8,8 @@ import pytest
 from weft.data.build_store import build
 from weft.data.corpora import CORPORA
 from weft.data.loader import Loader
-from weft.data.open_dataset import open_dataset
+from weft.data.open_dataset import open_dataset, with_steps
 from weft.data.patches import image_patches
-from weft.data.sample_order.epochs import with_steps
 from weft.data.sources import open_tokenizer
 from weft.data.tokenizer import train_bpe
 from weft.job import Data, Job, JobError, parse_job

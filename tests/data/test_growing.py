@@ -16,7 +16,7 @@ from weft.data.build_store import build
 from weft.data.growing import GrowingDataset
 from weft.data.loader import Loader
 from weft.data.open_dataset import open_dataset
-from weft.data.sample_order.order import SampleOrder
+from weft.data.sample_order import SampleOrder
 from weft.data.sources import open_tokenizer
 from weft.job import parse_job
 from weft.job.data import Data

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.data.loader import Loader, val_batches
-from weft.data.sample_order.sampler import sample_index
+from weft.data.sample_order import sample_index
 from weft.job import JobError
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from weft.data.loader import read_share
 from weft.data.mixture import BLOCK, SourceShares
 from weft.data.open_dataset import open_dataset
-from weft.data.sample_order.order import SampleOrder, indices_of
+from weft.data.sample_order import SampleOrder, indices_of
 from weft.job import JobError, parse_job
 from weft.job.shapes import resolve
 

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.data.sample_order.batch_shares import BatchShares
-from weft.data.sample_order.sampler import sample_index, shuffle
+from weft.data.sample_order import BatchShares, sample_index, shuffle
 
 seeds = st.integers(0, 2**80)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from helpers.command import python
@@ -21,6 +22,20 @@ def test_the_pictures_are_up_to_date(name: str) -> None:
     for path, picture in images.items():
         assert path.read_text(encoding="utf-8") == picture, f"{path.name} is old: run python docs/make_{name}.py"
         assert f"images/{path.name}" in text
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "images").glob("*.svg")), ids=lambda p: p.stem)
+def test_a_picture_follows_dark_mode_and_its_texts_are_inside(path: Path) -> None:
+    root = ElementTree.fromstring(path.read_text(encoding="utf-8"))
+    assert "prefers-color-scheme:dark" in "".join(root.itertext()).replace(" ", "")
+    width = float((root.get("viewBox") or "").split()[2])
+    for text in root.iter("{http://www.w3.org/2000/svg}text"):
+        if "transform" in text.attrib:
+            continue
+        letters = 5.4 * len("".join(text.itertext())) * float(text.get("font-size", 12)) / 12
+        middle = "m" in (text.get("class") or "").split() or text.get("text-anchor") == "middle"
+        end = float(text.get("x", 0)) + (letters / 2 if middle else 0 if text.get("text-anchor") == "end" else letters)
+        assert end <= width + 1 or "e" in (text.get("class") or "").split(), "".join(text.itertext())
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,8 @@ def test_the_readme(shell):
 
 PAGES = [
     "flow", "layouts", "precision", "dryrun", "context", "communication", "several-hosts", "how-weft-chooses",
-    "fewer-exchanges", "one-gpu",
+    "fewer-exchanges", "one-gpu", "index", "command-line", "python", "file-formats", "tutorials/first-run",
+    "tutorials/your-text", "tutorials/fine-tune", "tutorials/many-gpus",
 ]  # fmt: skip
 
 
@@ -173,7 +174,10 @@ def test_the_commands_about_data(shell):
         assert code == 0, f"{block.where}:\n{output}"
 
 
-PAGES = ["README.md", "CHANGELOG.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))]
+PAGES = [
+    "README.md", "README.zh-CN.md", "CHANGELOG.md",
+    *(p.relative_to(ROOT).as_posix() for p in sorted((ROOT / "docs").rglob("*.md"))),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -200,8 +204,10 @@ def test_the_number_of_published_families_is_that_of_the_table():
 
 
 def test_every_page_of_docs_is_in_the_index():
+    """Chinese pages are the second language of a page with the same name."""
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
-    assert all(f"({p.name})" in index for p in (ROOT / "docs").glob("*.md") if p.name != "README.md")
+    pages = [p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*.md")]
+    assert all(f"({page})" in index for page in pages if page != "README.md" and not page.endswith(".zh.md"))
 
 
 def test_the_page_of_jobs_is_current():

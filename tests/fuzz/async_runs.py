@@ -88,7 +88,7 @@ def _wait(pid: int) -> int | None:
 def main(count: int = 200, seed: int = 0) -> int:
     failures = 0
     with tempfile.TemporaryDirectory(prefix="weft-async-") as base:
-        import_training(RunDir(Path(base) / "imports"))
+        import_training()
         for number in range(count):
             problem = train_once(Path(base) / f"run-{number}", random.Random(f"{seed} {number}"))
             failures += bool(problem)

@@ -291,9 +291,8 @@ def _command(args: list[str], folder: Path) -> None:
         "weft.launch.train.start": Exit.DONE, "weft.launch.train.join": Exit.DONE,
         "weft.launch.node.start_node": Exit.DONE,
         "weft.cli.views.prove.prove": [], "weft.extensions.chaos.view.run_and_show": 0,
-        "weft.measure.collectives.run_and_show": None, "weft.measure.calibrate.run_and_show": None,
+        "weft.measure.collectives.measure_collectives": None,
         "subprocess.run": mock.Mock(returncode=0), "signal.signal": None, "atexit.register": None,
-        "plotly.offline.get_plotlyjs": "",
     }  # fmt: skip
     patches: list[Any] = [mock.patch(name, return_value=value) for name, value in results.items()]
     patches.append(mock.patch("weft.measure.step_profile.bench_step", side_effect=_fail_to_profile))
@@ -406,7 +405,7 @@ def side_files(rng: random.Random, folder: Path) -> None:
         damage(rng, rng.choice(sorted(p for p in bad.iterdir() if p.is_file())))
 
     def use() -> None:
-        with contextlib.suppress(WeftError), mock.patch("plotly.offline.get_plotlyjs", return_value=""):
+        with contextlib.suppress(WeftError):
             write_report(RunDir(bad))
         read_history(bad.parent, "cpu", load_calibration("weft"))
         newest(RunDir(bad))
@@ -441,7 +440,7 @@ def tables(rng: random.Random, folder: Path) -> None:
 
 def pretrained(rng: random.Random, folder: Path) -> None:
     """A config.json of a published checkpoint with random damage."""
-    from weft.pretrained.config import read_fields
+    from weft.extensions.pretrained.config import read_fields
 
     raw = rng.choice(_configs())
     for _ in range(rng.randint(1, 3)):
@@ -453,8 +452,8 @@ def pretrained(rng: random.Random, folder: Path) -> None:
 @cache
 def _configs() -> list[dict[str, Any]]:
     """Configs of some families."""
+    from weft.extensions.pretrained.config import write_config
     from weft.job.shapes import resolve
-    from weft.pretrained.config import write_config
 
     sizes = {"dim": 16, "layers": 2, "heads": 2, "ffn": 32, "vocab": 64, "max_len": 128}
     scaling = {"rope_scaling": {"kind": "linear", "factor": 2.0}}

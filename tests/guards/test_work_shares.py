@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 from helpers import parity
+from helpers.table_runs import JOB
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.data.sample_order.batch_shares import BatchShares, divide_samples
+from weft.data.sample_order import BatchShares, divide_samples
 from weft.guards.fault_log import FaultLog
 from weft.guards.step_report import RankFigures
 from weft.guards.straggler_detection import RankTimes
 from weft.guards.straggler_response import StragglerResponse
 from weft.guards.work_shares import Rebalancer, limits, shares_of
+from weft.job import parse_job
 from weft.launch.rank_pool import RankPool
 from weft.planner.plan import Plan
 
@@ -40,7 +42,25 @@ def test_uneven_shares_are_the_same_run(pool: RankPool) -> None:
     assert not wrong
 
 
-def plan(**axes: int) -> Plan:
+EXPERTS: dict[str, Any] = {"model": {"experts": {"count": 4, "top_k": 2}}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "layout", "counts"),
+    [(EXPERTS, "dp_shard 2 zero 1 ep 2", (6, 2)), (JOB, "dp_replicate 2", (13, 3))],
+    ids=["experts", "tables"],
+)
+def test_uneven_shares_of_ranks_that_exchange_rows_in_every_microbatch(
+    pool: RankPool, sections: dict[str, Any], layout: str, counts: tuple[int, ...]
+) -> None:
+    """Ranks keep the number of their microbatches, or one would wait for an exchange that the other does not have."""
+    job = parity.make_job(**sections) if sections is EXPERTS else parse_job(sections)
+    assert len(counts) < sum(counts) == job.train.global_batch
+    reference = parity.run(pool, job, "1", 1)
+    assert not parity.differences(reference, parity.run(pool, job, layout, 1, None, False, counts))
+
+
+def plan(**axes: Any) -> Plan:
     return Plan("cpu", "cpu", "gloo", microbatch=2, accumulation=4, **axes)
 
 
@@ -78,6 +98,8 @@ def test_microbatch_counts_follow_the_layout(counts: list[int], zero: int) -> No
         assert all(max(sizes) - min(sizes) <= 1 for sizes in shares.parts)
     else:
         assert max(size for sizes in shares.parts for size in sizes) <= 2
+    for spread in ({"ep": len(counts)}, {"tables": ({"name": "user"},)}):
+        assert limits(plan(dp_shard=len(counts), zero=1, **spread), sum(counts)).parts == 4
     parts = [slice_ for rank in range(len(counts)) for slice_ in shares.slices(rank)]
     assert sum(s.stop - s.start for s in parts) == sum(counts)
 

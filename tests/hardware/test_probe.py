@@ -47,7 +47,7 @@ def test_job_and_hardware_import_no_torch() -> None:
     code = (
         "import sys, weft.job, weft.job.files.run_folder, weft.hardware, weft.hardware.doctor;"
         "from weft.hardware.probe import probe; probe();"
-        "print([m for m in ('torch', 'plotly', 'rich', 'numpy') if m in sys.modules])"
+        "print([m for m in ('torch', 'rich', 'numpy') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -24,5 +25,7 @@ def maker(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"make_{name}", DOCS / f"make_{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
+    if str(DOCS) not in sys.path:
+        sys.path.append(str(DOCS))  # as for a script of the folder
     spec.loader.exec_module(module)
     return module

@@ -15,8 +15,10 @@ from weft.job.files.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner import make_plan
 from weft.training.loop import fit_or_explain
+from weft.training.open_session import open_session
 from weft.training.rank import train_with_rollback
-from weft.training.session import Session, open_session
+from weft.training.resume import roll_back
+from weft.training.session import Session
 from weft.training.step import Gradients
 from weft.training.stop_requests import Signals
 
@@ -101,6 +103,6 @@ def steps_held_after_a_restart(job: Job, folder: str, step: int, back_to: int) -
     session.snapshots.take(step, session.state.shards(), {})
     session.snapshots.seal(step, {})
     assert session.snapshots.held() == [step]
-    session.roll_back(back_to)
+    roll_back(session, back_to)
     session.close()
     return session.snapshots.held()

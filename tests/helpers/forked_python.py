@@ -487,7 +487,6 @@ def main() -> None:
     BASE_PATH[:] = [p for p in sys.path[1:] if p not in given]
     gc.disable()
     import numpy.ma  # noqa: F401  np.unique imports it
-    import plotly.offline  # noqa: F401
     import torch._dynamo  # noqa: F401  torch.compiler.reset() would start CUDA
 
     import weft.cli

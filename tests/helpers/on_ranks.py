@@ -21,11 +21,11 @@ from weft.checkpoint.checkpointer import Checkpointer
 from weft.comm.shards import local_of, shard_of, sharded_axes
 from weft.data.loader import Loader, to_device, val_batches
 from weft.data.open_dataset import open_dataset
+from weft.extensions.optimizers.matrix_updates import add_up
 from weft.guards.work_shares import limits, shares_of
 from weft.job.errors import WeftError
 from weft.job.schema import Job
 from weft.mesh import Mesh, connect
-from weft.optim.replicas import add_up
 from weft.parallel.expert.expert_load import LOAD_PREFIX
 from weft.planner import RUNNABLE, Plan, check, make_plan
 from weft.training.build import build_state

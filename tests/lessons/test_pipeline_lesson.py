@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.command import weft
 from torch import Tensor, nn
 
 from weft.data.loader import Loader
@@ -89,23 +88,3 @@ def test_the_lesson_has_the_gradients_of_the_engine(pool: RankPool, schedule: st
     for name, grad in grads.items():
         torch.testing.assert_close(grad, engine.gradients[0][name], msg=lambda text, n=name: f"{n}: {text}")
     assert seen[0]["kept"] == {"naive": 1, "gpipe": m, "1f1b": min(m, RANKS)}[schedule]
-
-
-def test_the_lesson_runs(tmp_path: Path) -> None:
-    result = weft(tmp_path, "lesson", "pipeline")
-    assert result.code == 0, result.err
-    lines = result.out.splitlines()
-    rows = {line.split()[0]: line for line in lines if line.split() and line.split()[0] in SCHEDULES}
-    truth = lines[0].split()[-1]
-    assert set(rows) == set(SCHEDULES)
-    assert all(row.endswith(truth) for row in rows.values())
-    assert lines[-1] == "The gradients of all three equal the single process's."
-
-
-def test_lessons_are_listed_and_a_wrong_name_is_refused(tmp_path: Path) -> None:
-    listed = weft(tmp_path, "lesson")
-    assert listed.code == 0
-    assert "\npipeline         A pipeline by hand" in listed.out
-    wrong = weft(tmp_path, "lesson", "pipelin")
-    assert wrong.code == 2
-    assert wrong.last == f"weft: unknown lesson 'pipelin'; lessons: {', '.join(lessons())}"

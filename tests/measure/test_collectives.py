@@ -20,9 +20,9 @@ from weft.measure.collectives import (
     axes_of,
     bench,
     lines_of,
+    measure_collectives,
     plan_of,
     read_size,
-    run_and_show,
     show,
     sizes_between,
 )
@@ -101,10 +101,10 @@ def test_table() -> None:
 def test_mistakes_are_one_sentence(given: dict[str, Any], message: str) -> None:
     usual: dict[str, Any] = {
         "nproc": 2, "kinds": None, "algorithms": None, "dtypes": "fp32", "smallest": "1K", "largest": "4K",
-        "device": "cpu", "seconds": 0.0, "html": None, "as_json": False,
+        "device": "cpu", "seconds": 0.0, "html": None,
     }  # fmt: skip
     with pytest.raises(JobError) as result:
-        run_and_show(**{**usual, **given})
+        measure_collectives(**{**usual, **given})
     assert str(result.value) == message
 
 
@@ -122,7 +122,7 @@ def test_ranks_that_do_not_fit_are_not_started(
 ) -> None:
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=free_gib * 2**30))
     with pytest.raises(FitError) as result:
-        run_and_show(nproc, None, None, "fp32", "1K", largest, "cpu", 0.0, None, False)
+        measure_collectives(nproc, None, None, "fp32", "1K", largest, "cpu", 0.0, None)
     assert str(result.value) == message
 
 

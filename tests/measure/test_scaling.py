@@ -1,4 +1,4 @@
-"""`weft bench scaling` and `weft bench power`: what they compute, and mistakes."""
+"""`weft bench scaling`: what it computes, and mistakes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from helpers.command import Output, write_job
 
-from weft.job.errors import Exit, JobError
+from weft.job.errors import Exit
 from weft.job.files.run_folder import RunDir
-from weft.measure import power, scaling
+from weft.measure import scaling
 from weft.planner import Plan
 from weft.watch.journal import Journal
 
@@ -59,28 +59,3 @@ def test_mistakes_of_scaling(tmp_path: Path, in_process: Callable[..., Output]) 
     ):  # fmt: skip
         result = in_process(tmp_path, "bench", "scaling", "job.yaml", *words)
         assert result.code == Exit.JOB and text in result.err, result.err
-
-
-def test_power(tmp_path: Path, in_process: Callable[..., Output], monkeypatch: pytest.MonkeyPatch) -> None:
-    write_job(tmp_path, **JOB)
-    result = in_process(tmp_path, "train", "job.yaml", "watch.power_cap_w=300")
-    assert result.code == Exit.JOB and "watch.power_cap_w=300 limits GPUs" in result.err
-    monkeypatch.setattr(power, "probe", lambda: type("Machine", (), {"gpus": ()}))
-    result = in_process(tmp_path, "bench", "power", "job.yaml")
-    assert result.code == Exit.MACHINE and "needs an NVIDIA GPU" in result.err
-
-    class Gpu:
-        def limits_w(self) -> tuple[float, float]:
-            return 200.0, 700.0
-
-    gpu: Any = Gpu()
-    assert power.parse_caps(None, gpu) == [700, 595, 490, 385, 280] and power.parse_caps("300,700", gpu) == [700, 300]
-    for text in ("a", "", "100", "800,300"):
-        with pytest.raises(JobError, match="--caps"):
-            power.parse_caps(text, gpu)
-    rows = [
-        {"cap_w": 700.0, "power_w": 600.0, "tokens_per_s": 100.0, "tokens_per_joule": 1 / 6},
-        {"cap_w": 350.0, "power_w": 300.0, "tokens_per_s": 80.0, "tokens_per_joule": 80 / 300},
-    ]
-    lines = power.show({"rows": power.with_ratios(rows)}).splitlines()
-    assert lines[2].split() == ["350", "W", "300", "W", "80", "80%", "0.2667", "160%"]

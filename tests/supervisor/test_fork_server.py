@@ -17,12 +17,13 @@ import pytest
 from weft.job.files.run_folder import RunDir
 from weft.planner.plan import Plan
 from weft.supervisor.failure_report import read_failure
-from weft.supervisor.fork_server import ForkedProcess, ForkServer, NoFirstFork, as_subreaper, serve
+from weft.supervisor.fork_server import ForkedProcess, ForkServer, NoFirstFork, as_subreaper, serve, start_early
 from weft.training.rank import record_failure
 
 FORK = """
 import os, signal, sys, time
 from weft.supervisor.fork_server import serve
+signal.pthread_sigmask(signal.SIG_SETMASK, [])  # as a rank does once it handles signals
 if serve():
     slot = int(os.environ["WEFT_SLOT"])
     open(f"{sys.argv[1]}/{slot}", "w").write(f"{os.getpid()} {os.getppid()} {os.getsid(0)}")
@@ -41,13 +42,9 @@ def soon(found: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def fork_server(tmp_path: Path) -> Iterator[ForkServer]:
-    def start(env: dict[str, str], files: tuple[int, ...]) -> subprocess.Popen[bytes]:
-        env = {**os.environ, **env, "WEFT_LAUNCHER": str(os.getpid())}
-        return subprocess.Popen([sys.executable, "-c", FORK, str(tmp_path)], env=env, pass_fds=files)
-
     with as_subreaper() as can:
         assert can
-        made = ForkServer(start)
+        made = ForkServer("-c", FORK, str(tmp_path))
         yield made
         made.close()
 
@@ -132,3 +129,55 @@ def test_a_manager_that_was_killed_with_unread_messages_has_exited(monkeypatch: 
     monkeypatch.setenv("WEFT_LAUNCHER", str(os.getpid()))
     monkeypatch.setenv("WEFT_FORK_SERVER", str(ours.detach()))
     assert not serve()
+
+
+BEGIN = """
+import os, signal, sys
+from weft.supervisor.fork_server import await_run, serve
+run = await_run()
+if serve():
+    held = [n for n in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{n}") == sys.argv[2]]
+    text = f"{run} {os.environ.get('GIVEN')} {os.environ.get('TAKEN')} {len(held)}"
+    open(sys.argv[1], "w").write(text)
+    os._exit(0)
+"""
+
+
+def test_a_server_that_was_started_early_gets_run_environment_and_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its imports run while the job is planned, which may change the environment and opens the lock."""
+    monkeypatch.setenv("TAKEN", "at the start")
+    (lock := tmp_path / "lock").touch()
+    with as_subreaper(), lock.open() as file:
+        server = ForkServer("-c", BEGIN, str(tmp_path / "found"), str(lock.resolve()))
+        environment = {**os.environ, "GIVEN": "later"}
+        del environment["TAKEN"]
+        server.begin(Path("runs/a"), environment, [file.fileno()])
+        child = server.fork(0)
+        meant(server, 1)
+        assert child.wait() == 0
+        assert (tmp_path / "found").read_text() == "runs/a later None 1"
+        server.close()
+        assert server.closed
+
+
+def test_a_server_without_a_run_ends_with_its_manager() -> None:
+    server = ForkServer(
+        "-c", "import sys; from weft.supervisor.fork_server import await_run; sys.exit(await_run() is not None)"
+    )
+    server._sock.close()
+    assert server.process.wait() == 0
+
+
+@pytest.mark.parametrize("variables", [{"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, {"NODE_RANK": "0"}])
+def test_no_server_is_started_early_where_another_launcher_starts_ranks(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert start_early(None) is None
+
+
+def test_no_server_is_started_early_without_a_supervisor() -> None:
+    assert start_early(False) is None

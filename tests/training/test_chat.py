@@ -14,7 +14,7 @@ from helpers.command import Output
 
 from weft.data.chat.template import load_template
 from weft.data.tokenizer import load_tokenizer
-from weft.pretrained.reader import from_hf
+from weft.extensions.pretrained.reader import from_hf
 from weft.training.chat import Chat
 from weft.training.generate import Sampling
 

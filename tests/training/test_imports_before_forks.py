@@ -14,9 +14,8 @@ import torch
 called = []
 for name in ("is_available", "_lazy_init"):
     setattr(torch.cuda, name, lambda name=name: called.append(name))
-from weft.job.files.run_folder import RunDir
 from weft.training.rank import import_training
-import_training(RunDir(Path(sys.argv[1])))
+import_training()
 assert "torch._dynamo" in sys.modules, "dynamo is imported in every rank instead of once"
 assert not called, f"torch.cuda.{called[0]} was called: CUDA cannot be used in forks of this process"
 assert len(os.listdir("/proc/self/task")) == 1, "a thread was started: forks of this process can wait for it for ever"

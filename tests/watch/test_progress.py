@@ -3,12 +3,14 @@
 import io
 import os
 import pty
+import re
 import subprocess
 import sys
 
 import pytest
 from rich.console import Console
 
+from weft.watch.live_block import CLEAR
 from weft.watch.progress import Progress, duration, human
 
 RECORD = {
@@ -160,7 +162,41 @@ def test_a_real_terminal_gets_a_live_display(tmp_path: object) -> None:
         assert figure in words
     assert words.count("step 10: validation loss 2.600") == 1
     assert words.count("[rank 0] WARNING: the disk is slow") == 1
-    assert "\x1b[?25h" in shown.rpartition("step 20/20")[2]
+    assert "\x1b[?25" not in shown, "the cursor is not hidden, so a killed run leaves it as it was"
+
+
+def test_a_line_of_another_process_leaves_no_copy_of_the_block() -> None:
+    """Ctrl-C: the terminal writes ^C, and the launcher that the run is saved, while rank 0 draws."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80, legacy_windows=False)
+    with Progress(40, 0, 1, console=console, plain=False) as progress:
+        for step in range(1, 9):
+            progress.update({"step": step, "step_time_s": 0.2, **RECORD})
+            progress._draw()
+            if step == 4:
+                out.write("^C" + CLEAR + "saving and stopping\r\n")
+    screen = [line for line in on_screen(out.getvalue()) if line]
+    assert screen[0] == "saving and stopping"
+    assert len(screen) == 4 and "step 8/40" in screen[1] and "loss 2.410" in screen[2]
+
+
+def on_screen(output: str) -> list[str]:
+    """The lines of a terminal after it got some output: text, returns, new lines, erasure and movements up."""
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[\d;]*[A-Za-z]|.|\n|\r", output, re.DOTALL):
+        if part == "\n":
+            row, column = row + 1, 0
+        elif part == "\r":
+            column = 0
+        elif part == "\x1b[J":
+            lines = [*lines[:row], lines[row][:column]]
+        elif part.endswith("A") and part.startswith("\x1b"):
+            row -= int(part[2:-1])
+        elif not part.startswith("\x1b"):
+            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + 1 :]
+            column += 1
+        lines += [""] * (row + 1 - len(lines))
+    return lines
 
 
 def strip(text: str) -> str:
@@ -173,7 +209,7 @@ def test_rich_is_imported_only_for_a_live_display() -> None:
     code = (
         "import sys; from weft.watch.progress import Progress\n"
         "with Progress(1, 0, 1) as p: p.update({'step': 1})\n"
-        "print([m for m in ('rich', 'plotly', 'torch') if m in sys.modules])"
+        "print([m for m in ('rich', 'torch') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout == "[]\n"

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
+from playwright.sync_api import expect, sync_playwright
+
 from weft.job.files.run_folder import RunDir
 from weft.watch.journal import Journal
 from weft.watch.report import write_report
@@ -49,7 +51,7 @@ class Dom(HTMLParser):
         elif "plot" in classes and tag == "div" and found.get("id"):
             self._plot = found["id"] or ""
             self.plots[self._plot] = 0
-        elif "main-svg" in classes and self._plot:
+        elif tag == "svg" and self._plot:
             self.plots[self._plot] += 1
 
 
@@ -80,7 +82,7 @@ PROBE = """<script>
   HTMLAnchorElement.prototype.click = function () { said.file = this.download; };
   document.querySelector("button[data-figure]").click();
   said.data = JSON.parse(await blob.text());
-  said.tick = getComputedStyle(document.querySelector(".plot .xtick text")).fill;
+  said.tick = getComputedStyle(document.querySelector(".plot .note, .plot .heading")).fill;
   said.wide = document.documentElement.scrollWidth > window.innerWidth;
   document.body.dataset.said = JSON.stringify(said);
 })();
@@ -123,3 +125,41 @@ def test_an_incomplete_run_in_dark_mode(tmp_path: Path) -> None:
     result = json.loads(dom.body["data-said"] or "{}")
     assert result["data"]["figure"] == "Gradient norm"
     assert result["tick"] == result["text"] == "rgb(232, 234, 237)"
+
+
+def test_a_report_on_a_phone_shows_values_and_zooms(tmp_path: Path, make_run: Callable[..., RunDir]) -> None:
+    """No horizontal scrolling, requests or errors; long tables become lines, and wide figures scroll in a frame."""
+    run = make_run(tmp_path / "run", layers=2, tp=8, dp_shard=4)
+    page_file = write_report(run)
+    problems: list[str] = []
+    flags = FLAGS[1:9]
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=list(flags))
+        page = browser.new_page(viewport={"width": 400, "height": 800}, color_scheme="dark")
+        page.set_default_timeout(120_000)
+        page.on("console", lambda m: problems.append(m.text))
+        page.on("pageerror", lambda e: problems.append(str(e)))
+        page.on("request", lambda r: None if r.url == page_file.as_uri() else problems.append(r.url))
+        page.goto(page_file.as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") == 400
+        wide = "(e) => e.getBoundingClientRect().right > innerWidth && !e.closest('.frame, .scroll, pre')"
+        assert page.evaluate(f"[...document.querySelectorAll('main *')].filter({wide}).length") == 0
+        loss = page.locator("#loss svg")
+        expect(page.locator("#loss .title").first).to_have_text("loss")
+        loss.scroll_into_view_if_needed()
+        box = loss.bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + 200, box["y"] + 100)
+        expect(page.locator("#loss .tip")).to_contain_text("train, smoothed")
+        page.mouse.down()
+        page.mouse.move(box["x"] + 300, box["y"] + 100)
+        page.mouse.up()
+        expect(page.locator("#loss .reset")).to_be_visible()
+        page.locator("#loss .reset").click()
+        expect(page.locator("#loss .reset")).to_have_count(0)
+        page.locator("#slices .cell").first.hover()
+        expect(page.locator("#slices .tip")).to_contain_text("of it")
+        page.set_viewport_size({"width": 900, "height": 800})
+        page.wait_for_function("document.querySelector('#loss svg').clientWidth > 700")
+        browser.close()
+    assert problems == []

@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.common import AsJson, JobArg, Nproc, Overrides, clean_up_on_interrupt, print_json, print_stderr
+from weft.cli.common import (
+    AsJson,
+    JobArg,
+    Nproc,
+    Overrides,
+    clean_up_on_interrupt,
+    print_json,
+    print_result,
+    print_stderr,
+)
 
 
 def bench_step(
@@ -27,7 +36,7 @@ def bench_step(
     code, run = bench_step(described, nproc, steps, print_stderr)
     if code:
         raise typer.Exit(code)
-    print(run.profile.read_text(encoding="utf-8") if as_json else show(run))
+    print_result(run.profile.read_text(encoding="utf-8") if as_json else show(run))
     if not as_json:
         print_stderr(f"profile: {run.profile}; picture: {run.report}")
 
@@ -49,10 +58,14 @@ def bench_collectives(
     as_json: AsJson = False,
 ) -> None:
     """Measure collectives. Shows latency and bandwidth on local ranks, or on those started by torchrun or mpirun."""
-    from weft.measure.collectives import run_and_show
+    from weft.measure.collectives import measure_collectives, show
 
     clean_up_on_interrupt()
-    run_and_show(nproc, kinds, algorithms, dtypes, smallest, largest, device, seconds, html, as_json, layout, axes)
+    results = measure_collectives(
+        nproc, kinds, algorithms, dtypes, smallest, largest, device, seconds, html, layout, axes
+    )
+    if results is not None:
+        print_json(results.to_json()) if as_json else print(show(results))
 
 
 def bench_scaling(
@@ -94,23 +107,4 @@ def bench_tiers(
 
     clean_up_on_interrupt()
     found = measure_tiers(disk, mib, seconds)
-    print_json(found) if as_json else print(show(found))
-
-
-def bench_power(
-    job: JobArg,
-    overrides: Overrides = None,
-    caps: Annotated[str | None, typer.Option(help="Power caps in watts, such as 700,500,300. Default: five.")] = None,
-    steps: Annotated[int, typer.Option(min=1, max=100_000, help="Number of timed steps under each cap.")] = 20,
-    nproc: Nproc = None,
-    as_json: AsJson = False,
-) -> None:
-    """Measure speed and energy of a job under power caps of its GPUs. Needs root; caps are restored."""
-    from weft.job.load import load_job
-
-    described = load_job(job, overrides or ())
-    from weft.measure.power import bench_power, show
-
-    clean_up_on_interrupt()
-    found = bench_power(described, nproc, caps, steps, print_stderr)
     print_json(found) if as_json else print(show(found))

@@ -53,7 +53,7 @@ class Command:
 COMMANDS: Registry[Command] = Registry("command", __name__)
 
 TRAIN, PLAN, WATCH, RESULTS, MACHINE = SECTIONS
-TRAINING = {"train", "prove", "dryrun", "generate", "import", "calibrate"}
+TRAINING = {"train", "prove", "dryrun", "generate", "eval", "calibrate"}
 
 for name, function, section in (
     ("train", "train:train", TRAIN),
@@ -68,7 +68,7 @@ for name, function, section in (
     ("logs", "launching:logs", WATCH),
     ("report", "results:report", WATCH),
     ("generate", "results:generate", RESULTS),
-    ("import", "results:import_", RESULTS),
+    ("eval", "evaluation:evaluate", RESULTS),
     ("export", "results:export", RESULTS),
     ("recipes", "machine:recipes", MACHINE),
     ("lesson", "machine:lesson", MACHINE),
@@ -80,11 +80,9 @@ for name, function, section in (
 
 for name, function, help_text in (
     ("data build", "data:data_build", "Build and convert token stores."),
-    ("data convert", "data:data_convert", "Build and convert token stores."),
     ("bench step", "bench:bench_step", "Measure this machine."),
     ("bench collectives", "bench:bench_collectives", "Measure this machine."),
     ("bench scaling", "bench:bench_scaling", "Measure this machine."),
     ("bench tiers", "bench:bench_tiers", "Measure this machine."),
-    ("bench power", "bench:bench_power", "Measure this machine."),
 ):
     COMMANDS.register(Command(name, f"weft.cli.{function}", MACHINE, help_text, trains=name.startswith("bench")))

@@ -47,12 +47,21 @@ INTERRUPT_AGAIN_S = 0.05
 """Seconds after which a Ctrl-C that Python ignored is sent again."""
 
 
-def print_stderr(text: str) -> None:
-    """Print a line for people, so that stdout holds only results. A run does not end because nobody reads them."""
+def print_stderr(text: str, before: str = "") -> None:
+    """Print a line for people, so that stdout holds only results. A run does not end because nobody reads them.
+    `before` is printed as it is."""
     try:
-        print(printable(text, keep="\n\r\t"), file=sys.stderr, flush=True)
+        print(before + printable(text, keep="\n\r\t"), file=sys.stderr, flush=True)
     except OSError:
         flush_or_discard(sys.stderr)
+
+
+def print_error(text: str) -> None:
+    """Print why a command ends, with the name of the program in red where the terminal shows colours."""
+    from weft.cli.terminal import fit, paint, text_width
+
+    name = "weft:"
+    print_stderr(fit(f"{name} {text}", text_width(sys.stderr))[len(name) :], paint(name, "bold red", sys.stderr))
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -69,9 +78,19 @@ def flush_or_discard(stream: Any) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def print_result(text: str) -> None:
+    """Print on stdout. With --json other prints go to stderr, so that stdout holds JSON alone."""
+    print(text, file=getattr(sys.stdout, "results", None))
+
+
 def print_json(value: Any) -> None:
-    """Print a result as JSON on stdout, in UTF-8 as it is written elsewhere."""
-    print(json.dumps(value, indent=2, default=str, ensure_ascii=False))
+    """Print a result as JSON on stdout."""
+    print_result(json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """A result as JSON; characters stand for themselves, as they are written elsewhere."""
+    return json.dumps(value, indent=2, default=str, ensure_ascii=False)
 
 
 def clean_up_on_interrupt() -> None:

@@ -1,4 +1,4 @@
-"""`weft data`: building and converting token stores."""
+"""`weft data build`."""
 
 from __future__ import annotations
 
@@ -44,25 +44,3 @@ def data_build(
         print_json(asdict(made))
     else:
         print(f"{made.path}: {made.tokens:,} tokens, {made.documents:,} documents, vocabulary {made.vocab:,}")
-
-
-def data_convert(
-    source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="A token store, Megatron's .bin with .idx, or nanoGPT's .bin.")
-    ],
-    out: Annotated[Path, typer.Option(help="Folder of the store, prefix of the .bin and .idx files, or .bin file.")],
-    to: Annotated[str, typer.Option(help="Format: store, megatron or nanogpt.")] = "store",
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Tokenizer of the tokens, for a store: bytes or a tokenizer.json.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Convert tokens between Weft's store, Megatron's .bin and .idx, and nanoGPT's .bin."""
-    from weft.data.formats.token_formats import convert
-
-    clean_up_on_interrupt()
-    tokens, documents, found = convert(source, out, to, tokenizer)
-    if as_json:
-        print_json({"path": str(out), "tokens": tokens, "documents": documents, "from": found, "to": to})
-    else:
-        print(f"{out}: {tokens:,} tokens, {documents:,} documents, from {found} to {to}")

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from weft.cli.commands import COMMANDS, SECTIONS, Command
-from weft.cli.common import flush_or_discard, print_json, print_stderr
+from weft.cli.common import flush_or_discard, json_text, print_error
 
 
 def _print_version(wanted: bool) -> None:
@@ -53,7 +53,7 @@ class SectionedHelp(TyperGroup):
 
 def make_app(only: str = "") -> typer.Typer:
     """The command line, or that of one command: its module alone is imported then."""
-    core_command = next((entry for entry in COMMANDS.core() if entry.group == only), None)
+    core_command = next((entry for entry in COMMANDS.core() if entry.name == only), None)
     entries = list(COMMANDS.core() if core_command else COMMANDS)
     groups = {entry.group for entry in entries}
     if only in groups:
@@ -93,10 +93,11 @@ def main() -> None:
     gc.set_threshold(100_000, 20, 20)  # a command imports many long-lived objects and ends soon
     # another Ctrl-C during shutdown does not change the exit code
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
-    as_json = "--json" in sys.argv[1:]
+    as_json = "--json" in sys.argv[1:] and "--help" not in sys.argv[1:]
     _prepare_streams(as_json)
-    stdout = _CountedOutput(sys.stdout)
-    sys.stdout = stdout
+    stdout = sys.stdout
+    results = _CountedOutput(_separate_results(stdout) if as_json else stdout)
+    sys.stdout = _CountedOutput(sys.stderr, results) if as_json else results
     code, text = int(Exit.DONE), ""
     try:
         try:
@@ -104,7 +105,7 @@ def main() -> None:
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         with suppress(SystemExit):
-            stdout.flush()
+            results.flush()
     except WeftError as error:
         code, text = int(error.exit_code), str(error)
     except KeyboardInterrupt:
@@ -118,18 +119,20 @@ def main() -> None:
             raise
         code, text = int(Exit.MACHINE), f"{' '.join(['weft', *sys.argv[1:2]])} {reason}"
     except OSError as error:
-        flush_or_discard(stdout.stream)
+        flush_or_discard(results.stream)
         code, text = int(Exit.MACHINE), describe_file_error(error)
     except Exception as error:  # with --json, a mistake in the arguments arrives as an exception of click
         if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
             raise
         code, text = int(Exit.JOB), error.format_message()
     finally:
-        sys.stdout = stdout.stream
-    if as_json and code and not stdout.written:
-        print_json({"error": text or f"ended with exit code {code}", "code": code})
+        sys.stdout = stdout
+    with suppress(SystemExit):
+        if as_json and code and not results.written:
+            print(json_text({"error": text or f"ended with exit code {code}", "code": code}), file=results)
+        results.flush()
     if text:
-        print_stderr(f"weft: {text}")
+        print_error(text)
     flush_or_discard(sys.stderr)
     sys.exit(code)
 
@@ -148,11 +151,22 @@ def _prepare_streams(as_json: bool = False) -> None:
             stream.reconfigure(errors="replace", encoding="utf-8" if as_json and number == 1 else None)
 
 
-class _CountedOutput:
-    """A stream that records whether anything was written to it."""
+def _separate_results(stdout: Any) -> Any:
+    """A stream to stdout for the JSON alone. What user modules, libraries and processes print goes to stderr."""
+    if stdout is not sys.__stdout__:  # a program that calls main has replaced it
+        return stdout
+    stdout.flush()
+    results = os.fdopen(os.dup(stdout.fileno()), "w", encoding="utf-8", errors="replace")
+    os.dup2(sys.stderr.fileno(), stdout.fileno())
+    return results
 
-    def __init__(self, stream: Any):
-        self.stream, self.written = stream, False
+
+class _CountedOutput:
+    """A stream that records whether anything was written to it. `results` is the stream of `print_result`, if that is
+    another one."""
+
+    def __init__(self, stream: Any, results: Any = None):
+        self.stream, self.results, self.written = stream, results, False
 
     def write(self, text: str) -> int:
         self.written = True

@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.common import AsJson, JobArg, Nproc, Overrides, clean_up_on_interrupt, print_json, print_stderr
+from weft.cli.common import (
+    AsJson,
+    JobArg,
+    Nproc,
+    Overrides,
+    clean_up_on_interrupt,
+    print_json,
+    print_result,
+    print_stderr,
+)
 
 
 def plan(
@@ -45,7 +54,8 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Find the best parallel layout of a job. Shows the reasons, the estimates and the alternatives."""
-    from weft.cli.views.plan import PlanOptions, show
+    from weft.cli.terminal import text_width
+    from weft.cli.views.plan import PlanOptions, show, styled
     from weft.job.load import load_job
 
     given = list(overrides or ())
@@ -53,21 +63,19 @@ def plan(
     offers = [text for text in given if "=" not in text] if compare else []
     described = load_job(job, [text for text in given if text not in offers])
     if described.train.epochs is not None:
-        from weft.data.sample_order.epochs import with_known_steps
+        from weft.data.open_dataset import with_known_steps
 
         described = with_known_steps(described)
     named = [name for text in [*(compare or ()), *offers] for name in text.split(",")]
     front = pareto or as_json or html is not None
-    made = show(
-        described,
-        nproc,
-        PlanOptions(top, front, gantt, why_not, named, history, tune, tokens, apply is not None, explain),
-    )
+    width = None if as_json else text_width()
+    options = PlanOptions(top, front, gantt, why_not, named, history, tune, tokens, apply is not None, explain, width)
+    made = show(described, nproc, options)
     if as_json:
         failure = {"error": str(made.failed), "code": int(made.failed.exit_code)} if made.failed else {}
         print_json(made.data | failure)
     else:
-        print(made.text)
+        print(styled(made.text, width))
     if html is not None:
         from weft.watch.plan_page import write_plan_page
 
@@ -96,7 +104,7 @@ def estimate(
     """Estimate memory, time and cost of a job. With --table, score the estimates against published runs."""
     from weft.cli.views.estimate import run_and_show
 
-    print(run_and_show(job, overrides or [], table, stack, fit, nproc, as_json))
+    print_result(run_and_show(job, overrides or [], table, stack, fit, nproc, as_json))
 
 
 def dryrun(
@@ -124,7 +132,9 @@ def calibrate(
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine for later estimates. Writes hardware/NAME.json, which they use."""
-    from weft.measure.calibrate import run_and_show
+    from weft.measure.calibrate import measure, show
 
     clean_up_on_interrupt()
-    run_and_show(quick, as_json)
+    measured = measure(quick, lambda text: print_stderr(f"measuring {text} …"))
+    path = measured.write()
+    print_json({"path": str(path), **measured.to_json()}) if as_json else print(show(measured, path))

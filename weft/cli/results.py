@@ -1,4 +1,4 @@
-"""`weft generate`, `import`, `export` and `report`: the results of a run."""
+"""`weft generate`, `export` and `report`: the results of a run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.common import AsJson, RunArg, clean_up_on_interrupt, print_json
+from weft.cli.common import AsJson, RunArg, clean_up_on_interrupt, print_json, print_stderr
 
 if TYPE_CHECKING:
+    from weft.checkpoint.format import SavedCheckpoint
+    from weft.job.schema import Job
     from weft.training.chat import Chat
+    from weft.training.generate import Sampling
 
 MIN_TEMPERATURE = 0.001
 """Smaller temperatures overflow the logits; they would choose the most likely token, as 0 does."""
@@ -28,7 +31,7 @@ def generate(
     temperature: Annotated[
         float, typer.Option(min=0, max=1000, help="Sampling temperature; 0 always takes the most likely token.")
     ] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, max=2**31, help="Sample from the K most likely tokens; 0 uses all.")] = 0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from the K most likely tokens; 0 uses all.")] = 0,
     top_p: Annotated[
         float, typer.Option(min=0, max=1, help="Sample from the most likely tokens of this total probability.")
     ] = 1.0,
@@ -41,6 +44,16 @@ def generate(
     tp: Annotated[
         int, typer.Option(min=1, max=1024, help="Split the model over so many processes by tensor parallelism.")
     ] = 1,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="Answer a file of JSON lines with prompt or messages. Other fields are kept.", show_default=False
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File of the answers to --prompts. Default: NAME.answers.jsonl beside it.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, max=4096, help="Lines of --prompts that are answered at once.")] = 16,
     chat: Annotated[
         bool,
         typer.Option(
@@ -72,12 +85,20 @@ def generate(
         raise JobError(f"--temperature {temperature:g} is too small; use 0 or at least {MIN_TEMPERATURE}")
     if not -(2**63) <= seed < 2**63:
         raise JobError(f"--seed {seed} is too large; use a number of up to 18 digits")
-    folder, prompts = find_run(run), prompt or ["The "]
+    folder, prompt_texts = find_run(run), prompt or ["The "]
     own, found = load_job(str(folder.job)), newest(folder)
     job = saved_job(found, own, trust_module)
     sampling = Sampling(temperature, top_k, top_p, tuple(word for word in stop or () if word), seed)
     if tp > 1 and (chat or beams > 1):
         raise JobError(f"--tp continues texts; leave out --{'chat' if chat else 'beams'}, or --tp")
+    if prompts is not None:
+        others = {"--prompt": prompt, "--chat": chat, "--system": system, "--tp": tp > 1, "--beams": beams > 1}
+        for option in (option for option, given in others.items() if given):
+            raise JobError(f"--prompts answers a file; leave out {option}, or --prompts")
+        _answer_file(found, job, prompts, out, tokens, sampling, batch, ema, template, as_json)
+        return
+    if out is not None:
+        raise JobError(f"--out {out} is for the answers to --prompts FILE; give both or leave it out")
     if chat:
         from weft.training.chat import Chat
 
@@ -90,21 +111,43 @@ def generate(
     if tp > 1:
         from weft.launch.start_generation import generate_split
 
-        pieces = generate_split(found, job, prompts, tokens, sampling, ema, tp)
+        pieces = generate_split(found, job, prompt_texts, tokens, sampling, ema, tp)
     else:
-        pieces = generate_texts(found, job, prompts, tokens, sampling, ema, beams)
+        pieces = generate_texts(found, job, prompt_texts, tokens, sampling, ema, beams)
     if as_json:
-        texts = [""] * len(prompts)
+        texts = [""] * len(prompt_texts)
         for i, piece in pieces:
             texts[i] += piece
-        shown = [{"prompt": p, "text": t} for p, t in zip(prompts, texts, strict=True)]
-        print_json({"step": found.step, "prompt": prompts[0], "text": texts[0]} | ({"texts": shown} if prompt else {}))
+        shown = [{"prompt": p, "text": t} for p, t in zip(prompt_texts, texts, strict=True)]
+        print_json(
+            {"step": found.step, "prompt": prompt_texts[0], "text": texts[0]} | ({"texts": shown} if prompt else {})
+        )
         return
     if job.model.has_source:
         for _, text in pieces:
             print(text)
         return
-    _print_texts(prompts, pieces)
+    _print_texts(prompt_texts, pieces)
+
+
+def _answer_file(
+    found: SavedCheckpoint, job: Job, prompts: Path, out: Path | None, tokens: int, sampling: Sampling, batch: int,
+    ema: bool, template: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Answer the lines of a file, and say how many."""
+    from weft.training.generation.prompt_file import answer_file, read_prompts
+
+    clean_up_on_interrupt()
+    lines = read_prompts(prompts)
+    file = out or prompts.with_name(f"{prompts.stem}.answers.jsonl")
+    before = answer_file(
+        found, job, lines, file, tokens, sampling, batch=batch, ema=ema, template=template,
+        report=lambda done, total: print_stderr(f"{done} of {total} lines"),
+    )  # fmt: skip
+    if as_json:
+        print_json({"path": str(file), "lines": len(lines), "continued_after": before, "step": found.step})
+    else:
+        print(f"{file}: {len(lines)} answers{f', {before} of them from before' if before else ''}")
 
 
 def _chat(talk: Chat, prompts: list[str] | None, step: int, as_json: bool) -> None:
@@ -149,38 +192,6 @@ def _print_texts(prompts: list[str], pieces: Iterator[tuple[int, str]]) -> None:
         print(f"\n{text}")
 
 
-def import_(
-    path: Annotated[
-        str,
-        typer.Argument(
-            metavar="PATH",
-            help="A Hugging Face checkpoint (a folder, or a name in the hub cache), or a folder of torch DCP, "
-            "torchtitan, DeepSpeed (universal) or Megatron.",
-        ),
-    ],
-    name: Annotated[str | None, typer.Option(help="Name of the run. Default: the folder's.")] = None,
-    runs_dir: Annotated[str, typer.Option(help="Folder of all runs.")] = "runs",
-    job: Annotated[
-        str | None, typer.Option(help="Job with the model of a folder that has neither config.json nor weft.json.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Import a published checkpoint as a run, which `weft train`, `generate` and `export` take.
-
-    Weights are read from safetensors or .bin files; code in them is never run. What the config asks for and Weft does
-    not support is refused. docs/pretrained.md lists the families.
-    """
-    clean_up_on_interrupt()
-    from weft.job.load import load_job
-    from weft.launch.import_run import import_run
-
-    run, made, size = import_run(path, name, runs_dir, load_job(job) if job else None)
-    if as_json:
-        print_json({"run": str(run.path), "family": made.model.family, "bytes": size})
-    else:
-        print(f"{run.path}: {size / 2**20:.1f} MiB; weft generate {run.path}, or weft train {run.job}")
-
-
 def export(
     run: RunArg,
     to: Annotated[
@@ -212,6 +223,7 @@ def export(
     """Export the weights of a run, for other tools, or its metrics, for a tracker."""
     from weft.job.errors import JobError
     from weft.job.files.run_folder import find_run
+    from weft.job.interchange import EXPORT_FORMATS
     from weft.job.load import load_job
     from weft.job.watch import TRACKERS
 
@@ -219,11 +231,12 @@ def export(
         _export_metrics(run, to, out, as_json)
         return
     from weft.precision import EXPORT_DTYPES
-    from weft.pretrained.writer import parse_size
-    from weft.training.export import FILES, ExportOptions, export_run, newest
+    from weft.training.export import ExportOptions, export_run, newest
+    from weft.training.weight_shards import parse_size
 
-    if to not in FILES:
-        raise JobError(f"--to {to!r} is not a known format; use {', '.join([*FILES, *TRACKERS.names()])}")
+    if to not in EXPORT_FORMATS:
+        names = ", ".join([*EXPORT_FORMATS.names(), *TRACKERS.names()])
+        raise JobError(f"--to {to!r} is not a known format; use {names}")
     if dtype is not None and dtype not in EXPORT_DTYPES:
         raise JobError(f"--dtype {dtype!r} is not supported; use {', '.join(EXPORT_DTYPES)}")
     options = ExportOptions(
@@ -232,7 +245,7 @@ def export(
     folder = find_run(run)
     clean_up_on_interrupt()
     own = load_job(str(folder.job))
-    found, path = newest(folder), out or folder.path / FILES[to]
+    found, path = newest(folder), out or folder.path / EXPORT_FORMATS[to].output
     size = export_run(folder, found, to, path, options, own, trust_module)
     if as_json:
         print_json({"path": str(path), "step": found.step, "bytes": size})

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-from typing import Annotated
+import time
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weft.cli.common import AsJson, Device, JobArg, Nproc, Overrides, clean_up_on_interrupt, on_device, print_stderr
+
+if TYPE_CHECKING:
+    from weft.supervisor.fork_server import ForkServer
 
 
 def train(
@@ -23,28 +26,58 @@ def train(
 ) -> None:
     """Train a job. A run that is started again resumes; ranks started by torchrun or mpirun join."""
     _exit_on_signals()
-    if "RANK" not in os.environ and sys.stderr.isatty():  # a script gets an error as one sentence
-        print_stderr(f"weft train {job}: planning, then starting the ranks")
+    from weft.supervisor.fork_server import start_early
+
+    early = start_early(resilient)
+    try:
+        raise typer.Exit(_train(job, overrides or [], nproc, fresh, resilient, early))
+    finally:
+        if early is not None:
+            early.close()
+
+
+def _train(
+    job: str, overrides: list[str], nproc: int | None, fresh: bool, resilient: bool | None, early: ForkServer | None
+) -> int:
+    """Train as the supervisor of all ranks, as that of a node, or as one rank of a world. Returns the exit code."""
+    from weft.hardware.process_age import process_age_s
     from weft.hardware.rank_environment import export_torchrun_variables
     from weft.job.load import load_job
+
+    described = load_job(job, overrides)
+    if "RANK" not in os.environ:
+        print_stderr(f"{described.name}: planning, then starting the ranks")
     from weft.launch.claims import claimed_for_run
     from weft.launch.node import start_node, this_node
     from weft.launch.train import join, prepare, start
     from weft.planner.advice.auto_gain import auto_gain
+    from weft.watch.live_block import over_block
 
-    described = load_job(job, overrides or ())
     clean_up_on_interrupt()
     place = this_node(described, nproc)
     if place is None and export_torchrun_variables():
-        raise typer.Exit(join(described, log=print_stderr))
+        return join(described, log=print_stderr)
     nodes = place.count if place is not None else 1
-    with claimed_for_run(described, nproc, print_stderr, nodes) as (described, nproc, inherit):
+
+    def log(text: str) -> None:
+        print_stderr(text, over_block(""))
+
+    def log_wait(text: str) -> None:
+        if early is not None:
+            early.close()  # a run that waits for its turn takes no memory
+        print_stderr(text)
+
+    with claimed_for_run(described, nproc, log_wait, nodes) as (described, nproc, inherit):
         if place is not None:
-            raise typer.Exit(start_node(described, place, nproc, log=print_stderr, inherit=inherit))
+            return start_node(described, place, nproc, log=log, inherit=inherit)
         prepared = prepare(described, nproc)
         if (gain := auto_gain(described, prepared[1])) is not None:
             print_stderr(f"faster: {gain}")
-        raise typer.Exit(start(*prepared, fresh=fresh, resilient=resilient, log=print_stderr, inherit=inherit))
+        began = time.time() - process_age_s()
+        return start(
+            *prepared, fresh=fresh, resilient=resilient, log=log, inherit=inherit, began=began,
+            fork_server=None if early is None or early.closed else early,
+        )  # fmt: skip
 
 
 def _exit_on_signals() -> None:

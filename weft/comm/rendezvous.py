@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import datetime
 import os
+from typing import cast
 
 import torch.distributed as dist
 
-from weft.comm import mpi
 from weft.comm.tcp_store import tcp_store
-from weft.hardware.rank_environment import rank_info, under_mpi, whole_number
+from weft.hardware.rank_environment import launcher_backend, rank_info, whole_number
+from weft.job.comm import BACKENDS
+from weft.job.import_by_name import find_object
 
 MIN_RENDEZVOUS_TIMEOUT = datetime.timedelta(seconds=300)
 """Ranks wait at least so long for all to start, whatever the timeout of collectives: importing torch may take a minute
@@ -21,8 +23,9 @@ def rendezvous(timeout: datetime.timedelta) -> dist.Store | None:
     file = os.environ.get("WEFT_STORE")
     if file:
         return dist.FileStore(file, rank_info().world)
-    if under_mpi() and "MASTER_ADDR" not in os.environ:
-        return mpi.meet(timeout)
+    launched = launcher_backend()
+    if launched and launched in BACKENDS and "MASTER_ADDR" not in os.environ:
+        return cast(dist.Store, find_object(BACKENDS[launched].meet, "comm.backend")(timeout))
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if agent or not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return None

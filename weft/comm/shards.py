@@ -62,9 +62,9 @@ def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
 
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor, as a plain tensor."""
-    if isinstance(tensor, DTensor) and tensor.requires_grad:
-        return tensor.to_local()
-    return local_tensor(tensor)  # to_local would call autograd
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to_local() if tensor.requires_grad else local_tensor(tensor)  # to_local would call autograd
 
 
 def like(local: Tensor, other: Tensor) -> Tensor:

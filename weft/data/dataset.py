@@ -35,13 +35,6 @@ DRAW_FROM = "draw random numbers from the global generators of torch, NumPy or P
 """What to do about samples that differ."""
 
 
-def sample_in_epoch(dataset: Dataset, index: int, epoch: int) -> Sample:
-    """A training sample, which depends on the epoch too if it is augmented."""
-    if getattr(dataset, "takes_epoch", False):
-        return dataset.train(index, epoch)  # type: ignore[call-arg]
-    return dataset.train(index)
-
-
 def fingerprint_of(dataset: Dataset) -> str:
     """A checksum of a dataset's contents; empty where they are generated or a user's own."""
     return str(getattr(dataset, "fingerprint", ""))

@@ -14,8 +14,7 @@ import numpy as np
 
 from weft.data.build_sources import TEXT_SUFFIXES
 from weft.data.formats.record_files import record_format
-from weft.data.sample_order.order import SampleOrder
-from weft.data.sample_order.sampler import Ints
+from weft.data.sample_order import Ints, SampleOrder
 from weft.data.store import crc32, sampled_crc32
 from weft.job.data import Data
 from weft.job.data_files.token_files import META, TOKENS

@@ -16,11 +16,16 @@ import numpy as np
 import torch
 
 from weft.data.dataset import Dataset, Sample
-from weft.data.sample_order.batch_shares import BatchShares, even_share, split_evenly
-from weft.data.sample_order.epochs import epoch_len
-from weft.data.sample_order.order import indices_of
-from weft.data.sample_order.sampler import Ints
-from weft.data.sample_workers import SampleWorkers, read_sample
+from weft.data.sample_order import (
+    BatchShares,
+    Ints,
+    epoch_len,
+    even_share,
+    indices_of,
+    read_sample,
+    split_evenly,
+)
+from weft.data.sample_workers import SampleWorkers
 from weft.data.task_records import Padding
 from weft.job.errors import JobError
 from weft.job.train import BatchRamp

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data.dataset import own_sources, sample_in_epoch
+from weft.data.dataset import own_sources
 from weft.data.formats.streamed_files import StreamedDataset
 from weft.data.growing import Rounds
-from weft.data.sample_order.order import SampleOrder
-from weft.data.sample_order.sampler import Ints, shuffle
+from weft.data.sample_order import Ints, SampleOrder, sample_in_epoch, shuffle
 from weft.job.data import Data
 from weft.job.errors import JobError
 

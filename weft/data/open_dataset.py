@@ -1,7 +1,8 @@
-"""The dataset of a job: one source, several mixed, streamed or growing."""
+"""The dataset of a job: one source, several mixed, streamed or growing; and the steps of train.epochs."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from weft.data.dataset import Dataset, fingerprint_of
 from weft.data.formats.streamed_files import StreamedDataset
 from weft.data.growing import GrowingDataset
 from weft.data.mixture import MixedDataset, SourceShares, TaskDataset, describe_shares
-from weft.data.sample_order.order import OrderedDataset, SampleOrder, indices_of
+from weft.data.sample_order import OrderedDataset, SampleOrder, epoch_len, indices_of
 from weft.data.shard_patterns import first_missing
 from weft.data.source_kinds import SOURCES
 from weft.data.sources import (
@@ -26,9 +27,10 @@ from weft.data.sources import (
 from weft.data.store import is_store
 from weft.data.tokenizer import load_tokenizer
 from weft.data.user.user_dataset import UserDataset
-from weft.job.errors import JobError
+from weft.job.errors import JobError, WeftError
 from weft.job.import_by_name import find_object
 from weft.job.schema import Job
+from weft.job.shapes import resolve
 
 BUCKET_BATCHES = 8
 """Global batches of a bucket of samples with similar lengths (data.buckets)."""
@@ -163,3 +165,29 @@ def check_dataset(job: Job) -> None:
         check_vocab(job, tokenizer.vocab)
     elif data.format or not is_user_dataset(data.source):
         open_dataset(job)
+
+
+def with_steps(job: Job) -> Job:
+    """The job with train.steps computed from train.epochs, which needs the length of its data."""
+    train = job.train
+    if train.epochs is None:
+        return job
+    length = epoch_len(open_dataset(resolve(job)), train.global_batch, job.data.drop_last)
+    samples = math.ceil(train.epochs * length - 1e-6)
+    steps = train.ramp.steps_of(samples)
+    if "steps" in train.model_fields_set and train.steps != steps:
+        raise JobError(
+            f"train.epochs={train.epochs:g} of {length} samples is {steps} steps, and train.steps={train.steps} is set "
+            f"too; leave one of them out, or write train.steps={steps}"
+        )
+    return job.model_copy(update={"train": train.model_copy(update={"steps": steps})})
+
+
+def with_known_steps(job: Job) -> Job:
+    """with_steps() where this machine has the data; a plan is made without steps otherwise."""
+    try:
+        return with_steps(job)
+    except WeftError:
+        if "steps" in job.train.model_fields_set:
+            raise
+        return job

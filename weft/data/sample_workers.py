@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from weft.data.dataset import Dataset, Sample, sample_in_epoch
+from weft.data.dataset import Dataset
 from weft.data.file_positions import read_positions, reopen
-from weft.data.sample_order.sampler import Ints
+from weft.data.sample_order import Ints, read_sample
 
 CHUNK_SAMPLES = 16
 """Samples that a worker reads for one message."""
@@ -48,11 +48,6 @@ def auto_workers(device: torch.device, local_ranks: int, dataset: Dataset) -> in
     if device.type != "cuda" or not (draws or getattr(dataset, "decodes", False)):
         return int(draws)
     return max(int(draws), min(MAX_AUTO_WORKERS, len(os.sched_getaffinity(0)) // max(1, local_ranks) - 1))
-
-
-def read_sample(dataset: Dataset, number: int, index: int, in_epoch: int) -> Sample:
-    """The training sample of an index; `number` is its place in the run, of which an epoch has `in_epoch`."""
-    return sample_in_epoch(dataset, index, number // in_epoch)
 
 
 class SampleWorkers:

@@ -31,7 +31,7 @@ from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.planner.plan import Plan
 from weft.precision import MIN_LOSS_SCALE
-from weft.watch.devices.monitor import DeviceFigures
+from weft.watch.device_meters import DeviceFigures
 
 MAX_RECOMPUTES = 3
 """How often the same steps are recomputed because ranks disagree."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.watch.devices.monitor import NO_FIGURES, DeviceFigures
+from weft.watch.device_meters import NO_FIGURES, DeviceFigures
 
 DEVICE_FIELDS = tuple(f.name for f in fields(DeviceFigures))
 """Figures of a rank's devices."""

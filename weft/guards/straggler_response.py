@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable
 
 from weft.data.loader import Loader
-from weft.data.sample_order.batch_shares import BatchShares
+from weft.data.sample_order import BatchShares
 from weft.guards.fault_log import FaultLog
 from weft.guards.slow_links import SlowLinkDetector, shortest_wait
 from weft.guards.step_report import RankFigures

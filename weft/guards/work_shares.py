@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.data.sample_order.batch_shares import BatchShares, divide_samples, split_evenly
+from weft.data.sample_order import BatchShares, divide_samples, split_evenly
 from weft.planner.plan import Plan
 
 MIN_SAVING = 0.1
@@ -35,9 +35,9 @@ class Limits:
 
 def limits(plan: Plan, global_batch: int) -> Limits:
     """Under replicas and ZeRO 1 only the last microbatch communicates, so ranks may differ in their number. ZeRO 2 and
-    3 and pipelines need the same number everywhere."""
-    alone = plan.pp == 1 and (plan.dp_shard == 1 or plan.zero == 1)
-    if alone:
+    3, pipelines, experts and embedding tables that are spread over the ranks need the same number everywhere."""
+    only_last_communicates = plan.pp == plan.ep == 1 and not plan.tables and (plan.dp_shard == 1 or plan.zero == 1)
+    if only_last_communicates:
         return Limits(1, global_batch, None, plan.microbatch)
     parts = plan.accumulation
     return Limits(parts, MAX_MICROBATCH_FACTOR * plan.microbatch * parts, parts, plan.microbatch)

@@ -33,7 +33,6 @@ LIBRARIES: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("PyYAML", ()),
     ("typer", (0, 12)),
     ("rich", ()),
-    ("plotly", ()),
     ("tokenizers", ()),
     ("safetensors", ()),
     ("nvidia-ml-py", ()),

@@ -137,9 +137,9 @@ def _step_nodes(environ: Mapping[str, str]) -> int:
     return whole_number(environ, "SLURM_STEP_NUM_NODES", 1, MAX_WORLD, 1) if _is_set(SLURM, environ) else 1
 
 
-def under_mpi(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether an MPI launcher started this process."""
-    return any(_is_set(launcher, environ) for launcher in MPI_LAUNCHERS)
+def launcher_backend(environ: Mapping[str, str] = os.environ) -> str:
+    """The backend of the launcher that started this process: mpi of those of MPI, else an empty string."""
+    return "mpi" if any(_is_set(launcher, environ) for launcher in MPI_LAUNCHERS) else ""
 
 
 def _is_set(launcher: LauncherVariables, environ: Mapping[str, str]) -> bool:

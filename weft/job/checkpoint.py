@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, field_validator
 
 from weft.job.files.store_path import check_url
-from weft.job.section import Section
+from weft.job.section import Section, limits
 
 
 class Checkpoint(Section):
     """How often checkpoints are written, and how many are kept."""
 
-    every: int = Field(200, ge=0, le=10**12)
-    """Steps between checkpoints; 0 writes only the one of the last step, which is always written."""
+    every: int | Literal["epoch", "never"] = 200
+    """Steps between checkpoints, or epoch: after each pass over the training samples. 0 writes only the one of the last
+    step. never writes none, for benchmarks and rehearsals: the trained weights are lost when the run ends."""
     keep: int = Field(3, ge=1, le=10**6)
     """Number of checkpoints to keep; older ones are deleted."""
     keep_every: int = Field(0, ge=0, le=10**12)
@@ -22,6 +25,13 @@ class Checkpoint(Section):
     run NAME are in TO/NAME/checkpoints. Nodes then need no shared folder. Default: the run folder."""
     background: bool = True
     """Write checkpoints in the background while training continues."""
+
+    @property
+    def none(self) -> bool:
+        """Whether the run writes no checkpoint."""
+        return self.every == "never"
+
+    _check_every = limits("every", valid=lambda n: 0 <= n <= 10**12, must="from 0 to 10^12, epoch, or never")
 
     @property
     def local(self) -> Checkpoint:

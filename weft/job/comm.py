@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from weft.job.compression import parse_compression
+from weft.job.registry import NameIn, Registry
 from weft.job.section import Section, limits
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A communication backend. Functions are named as `module:function`."""
+
+    name: str
+    torch_name: str
+    """Its name in torch, with the device types of several."""
+    devices: tuple[str, ...]
+    """Kinds of devices whose tensors it carries."""
+    host: str
+    """torch's name of the backend that carries small values in host memory between steps."""
+    other: str = "gloo"
+    """The backend that a refusal names instead."""
+    encrypts: bool = False
+    """Whether comm.encrypt works with it."""
+    launcher: str = ""
+    """The command that has to start its ranks; empty if any may."""
+    register: str = ""
+    """Registers it with torch, once per process."""
+    meet: str = ""
+    """Gives the store at which ranks of its launcher meet, from the timeout."""
+
+
+BACKENDS: Registry[Backend] = Registry("comm.backend", __name__)
+BACKENDS.register(Backend("gloo", "gloo", ("cpu", "cuda"), "gloo", encrypts=True))
+BACKENDS.register(Backend("nccl", "cpu:gloo,cuda:nccl", ("cuda",), "gloo"))
 
 
 class Comm(Section):
     """How ranks communicate."""
 
-    backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
+    backend: Literal["auto"] | Annotated[str, NameIn(BACKENDS)] = "auto"
     """auto is nccl if each rank has its own GPU, mpi on CPUs if mpirun started the ranks, and gloo otherwise."""
     allreduce: Literal["auto", "native", "ring", "tree", "hierarchical"] = "auto"
     """Algorithm of the gradient all-reduce between replicas: the backend's own (native, the same as auto), ring, tree,

@@ -45,7 +45,9 @@ FIELD_USES = (
         ("loss",), "model.module",
         lambda m, family: m["loss"] == ("mse" if family.structure == "stack" else "cross_entropy"),
     ),
-    FieldUse(("args", "batch_norm"), "model.module", lambda _, family: family.structure == "module"),
+    FieldUse(("args",), "model.module", lambda _, family: family.structure == "module" or bool(family.config)),
+    FieldUse(("batch_norm",), "model.module", lambda _, family: family.structure == "module"),
+    FieldUse(("implementation",), "model.pretrained", lambda m, _: bool(m.get("pretrained"))),
 )  # fmt: skip
 ALWAYS = {
     "shape", "pretrained", "family", "module", "args", "loss", "batch_norm", "frozen", "vocab", "max_len", "lora",

@@ -158,9 +158,15 @@ def recipes() -> dict[str, Path]:
     return _files("recipes", "*.yaml")
 
 
+def lessons_folder() -> Path:
+    """The folder of the lessons, beside the package in a checkout or inside the installed package."""
+    return next(iter(_files("lessons", "order.txt").values())).parent
+
+
 def lessons() -> dict[str, Path]:
-    """Every lesson by name."""
-    return _files("lessons", "*.py")
+    """Every lesson by name, in learning order."""
+    folder = lessons_folder()
+    return {name: folder / f"{name}.py" for name in (folder / "order.txt").read_text(encoding="utf-8").split()}
 
 
 def find_job(name: str) -> Path:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from weft.job.interchange import IMPLEMENTATIONS
 from weft.job.model_parts.attention_settings import Latent, RopeScaling
 from weft.job.model_parts.expert_settings import Experts
 from weft.job.model_parts.lora_settings import Lora
@@ -62,6 +63,14 @@ class Family:
     """Of a module: `module:function` that takes the sections model and data and returns the constructor's arguments."""
     fields: tuple[str, ...] | None = None
     """Fields of `model` that it uses, besides those of all modules; None where FIELD_USES tells (job/field_uses.py)."""
+    config: str = ""
+    """`module:function` from model.args to fields of `model`, for a family that model.args describe."""
+    rule: str = ""
+    """`module:function` from (job, plan) to why it cannot be trained so, in one sentence, or None."""
+    axes: str = ""
+    """`module:function` from a job to the axes among tp, pp and cp that can split its model; without it, all."""
+    in_parts: bool = True
+    """Whether its blocks can be computed in parts of a sequence."""
     has_tables: bool = False
     """Whether it has embedding tables (model.tables)."""
     has_towers: bool = False
@@ -93,6 +102,9 @@ class Model(Section):
     pretrained: str | None = None
     """A Hugging Face checkpoint: a folder, or a name in the local hub cache; `model: hf:PATH` is short for it. Its
     config sets the fields of the model, and training starts from its weights."""
+    implementation: str = "auto"
+    """What computes the model of a checkpoint: weft (a family of Weft's own), transformers (the class of the installed
+    transformers), or auto: Weft's where it has one."""
     module: str | None = None
     """Your own nn.Module, as package.module:Class; `model: package.module:Class` is short for it."""
     args: dict[str, Any] = Field(default_factory=dict)
@@ -235,6 +247,11 @@ class Model(Section):
     def _short_form(cls, value: Any) -> Any:
         return expand_model(value) if isinstance(value, str) else value
 
+    @field_validator("implementation")
+    @classmethod
+    def _known_implementation(cls, value: str) -> str:
+        return value if value == "auto" else IMPLEMENTATIONS.check(value)
+
     @field_validator("loss")
     @classmethod
     def _known_loss(cls, value: str | dict[str, NamedLoss]) -> str | dict[str, NamedLoss]:
@@ -312,7 +329,8 @@ class Model(Section):
     def runs_in_parts(self) -> bool:
         """Whether its blocks can be computed in parts: Weft's own, of one sequence and without experts."""
         sequence = (self.takes_tokens or self.takes_patches) and not self.has_source
-        return sequence and self.module is None and self.experts is None
+        in_parts = self.family is None or FAMILIES[self.family].in_parts
+        return sequence and in_parts and self.module is None and self.experts is None
 
     @property
     def has_source(self) -> bool:

@@ -12,6 +12,7 @@ from weft.job.data_files.token_files import META, TOKENIZER, mask_token, read_me
 from weft.job.errors import JobError
 from weft.job.field_uses import check_field_uses, check_own_module
 from weft.job.import_by_name import find_object
+from weft.job.interchange import choose_implementation, read_published
 from weft.job.model import FAMILIES, Family
 from weft.job.schema import Data, Experts, Job, Model
 
@@ -137,13 +138,15 @@ def _with_class_loss(job: Job) -> Job:
 def _with_pretrained(job: Job, name: str) -> Job:
     """The job with the fields and, where it names no other, the tokenizer of a published checkpoint."""
     given = {n: v for n, v in job.model.model_dump(exclude_unset=True, exclude_none=True).items() if n != "dropout"}
-    for field in given.keys() - {"pretrained", "experts", "lora", "classes"}:
+    for field in given.keys() - {"pretrained", "implementation", "experts", "lora", "classes"}:
         if field in Model.model_fields:
             raise JobError(f"model.{field} is set by the config of model.pretrained={name}; leave it out")
-    fields = find_object("weft.pretrained.config:model_fields", "model.pretrained")(name)
+    entry = choose_implementation(name, job.model.implementation)
+    fields = find_object(entry.fields, "model.pretrained")(name)
     if "experts" in given and "experts" in fields:  # such as experts.balance, which only training uses
         fields["experts"] = {**fields["experts"], **given["experts"]}
-    kept = {"pretrained": name, "dropout": job.model.dropout or 0.0, "lora": given.get("lora")}
+    kept = {"pretrained": name, "implementation": job.model.implementation}
+    kept |= {"dropout": job.model.dropout or 0.0, "lora": given.get("lora")}
     if "classes" in given and fields["family"] == "vit":
         kept["vocab"] = given["classes"]
     elif "classes" in given:
@@ -151,7 +154,7 @@ def _with_pretrained(job: Job, name: str) -> Job:
     model = Model.model_validate(fields | kept)
     data = job.data
     if "tokenizer" not in data.model_fields_set:
-        tokenizer = find_object("weft.pretrained.config:tokenizer_path", "model.pretrained")(name)
+        tokenizer = read_published(name, "tokenizer")
         data = data.model_copy(update={"tokenizer": tokenizer or data.tokenizer})
     if model.takes_patches and "seq_len" not in data.model_fields_set:
         data = data.model_copy(update={"seq_len": model.max_len})
@@ -181,6 +184,8 @@ def _resolve_model(model: Model, data: Data) -> Model:
         }
     fields: dict[str, Any] = {"family": "llama", **shape, **given}
     family = FAMILIES[fields["family"]]
+    if family.config and "dim" not in fields:
+        fields = {**find_object(family.config, "model.family")(model.args), **fields}
     fields = {**family.defaults, **fields}
     if model.pretrained is None:  # configs name what their other models use
         check_field_uses(model, fields, family)

@@ -90,8 +90,9 @@ class Train(Section):
     """Microbatches per step of a rank (gradient accumulation). auto follows from microbatch, and vice versa."""
     seed: int = Field(0, ge=0, lt=2**62)
     """Random seed of the initial weights, the sample order and the dropout masks; they are the same in every layout."""
-    eval_every: int = Field(100, ge=0, le=10**12)
-    """Steps between evaluations on held-out data; 0 turns evaluation off."""
+    eval_every: int | Literal["epoch"] = 100
+    """Steps between evaluations on held-out data, or epoch: after each pass over the training samples. 0 turns
+    evaluation off."""
     eval_batches: int = Field(8, ge=1, le=10**9)
     """Global batches per evaluation, at most those of the held-out data."""
     metrics: list[str] = Field(default_factory=list)
@@ -135,6 +136,7 @@ class Train(Section):
             raise ValueError(problem)
         return value
 
+    _check_eval_every = limits("eval_every", valid=lambda n: 0 <= n <= 10**12, must="from 0 to 10^12, or epoch")
     _check_sizes = limits(
         "microbatch", "accumulation", valid=lambda n: 1 <= n <= 10**9, must="from 1 to 1000000000, or auto"
     )

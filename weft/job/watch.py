@@ -154,6 +154,9 @@ class Watch(Section):
     trackers: list[Annotated[str, NameIn(TRACKERS)]] = Field(default_factory=list)
     """Experiment trackers that receive metrics, job, plan, events and report: tensorboard, wandb, mlflow, trackio. A
     process of its own feeds them; metrics.jsonl is always written."""
+    tracker_metrics: Literal["main", "all"] = "main"
+    """Metrics that trackers receive, as train/…, val/… and system/…: the main ones (losses, metrics, gradient norm,
+    learning rate, speed, memory), or all, with every figure of communication, ranks, devices, energy and experts."""
     prometheus: int | str | None = None
     """Metrics for Prometheus: a port on this machine, HOST:PORT, or a file *.prom for the textfile collector of
     node_exporter."""

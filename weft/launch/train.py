@@ -5,13 +5,13 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
 from weft.checkpoint.format import entries
-from weft.data.open_dataset import check_dataset
-from weft.data.sample_order.epochs import with_steps
+from weft.data.open_dataset import check_dataset, with_steps
 from weft.hardware.can_train import check_can_train
 from weft.hardware.probe import probe
 from weft.hardware.rank_environment import export_torchrun_variables
@@ -28,11 +28,12 @@ from weft.planner.disk_space import check_checkpoint_space
 from weft.planner.engine_constants import RANK_PROCESS_BYTES
 from weft.planner.ranks import shares_devices
 from weft.supervisor.failure_report import keep_lines, read_failure, record_failure
+from weft.supervisor.fork_server import ForkServer
 from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER, launch
 from weft.supervisor.process_manager import run_supervised
 from weft.supervisor.run_lock import RunLock, run_lock
 from weft.watch.closing_lines import closing_lines
-from weft.watch.devices.power_cap import restore_limits
+from weft.watch.device_meters import restore_devices
 from weft.watch.follower import check_trackers, following
 from weft.watch.report import write_report
 
@@ -73,11 +74,15 @@ def start(
     resilient: bool | None = None,
     log: Callable[[str], None] = print,
     inherit: tuple[int, ...] = (),
+    began: float | None = None,
+    fork_server: ForkServer | None = None,
 ) -> int:
     """Train a prepared job on local ranks. Returns the exit code; the run is in runs/NAME.
 
     `resilient` (the default) starts a supervisor that replaces lost ranks. `inherit`: open files for all processes.
+    `began`: when the command began, by default now (time.time). `fork_server`: one that was started before.
     """
+    began = began or time.time()
     run = RunDir(Path(job.runs_dir) / job.name)
     ensure_open_files(plan.world)
     check_store(job, run, fresh=fresh)
@@ -91,9 +96,9 @@ def start(
         lines: list[str] = []
         with following(run, job, log):
             try:
-                code = start_processes(run, job, plan, lock, resilient, keep_lines(log, lines))
+                code = start_processes(run, job, plan, lock, resilient, keep_lines(log, lines), began, fork_server)
             finally:
-                restore_limits(run)
+                restore_devices(run)
             record_failure(run, code, lines)
             if code in CLEAN_EXITS:
                 finish(run, log)
@@ -115,13 +120,14 @@ def check_store(job: Job, run: RunDir, *, fresh: bool = False) -> None:
 
 
 def start_processes(
-    run: RunDir, job: Job, plan: Plan, lock: RunLock, resilient: bool | None, log: Callable[[str], None]
-) -> int:
+    run: RunDir, job: Job, plan: Plan, lock: RunLock, resilient: bool | None, log: Callable[[str], None],
+    began: float, fork_server: ForkServer | None,
+) -> int:  # fmt: skip
     """Start the ranks of a mesh, supervised or not, or the processes of a synchronisation that has its own."""
     if start_mode := job.train.sync.entry.start:
         return int(find_object(start_mode, "train.sync")(run, job, plan, lock, log))
     if resilient is not False:
-        return run_supervised(run, job, plan, plan.world, lock, log)
+        return run_supervised(run, job, plan, plan.world, lock, log, began=began, fork_server=fork_server)
     return launch(run, plan.world, lock, log)
 
 

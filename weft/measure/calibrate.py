@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -293,14 +291,3 @@ def show(found: Measured, path: Path) -> str:
         ]
         rows.append(f"{axis:9} " + ", ".join(speeds) + f" GB/s at {largest // 1024} KiB")
     return "\n".join([*rows, f"{path}: measured in {found.seconds:.0f} s"])
-
-
-def run_and_show(quick: bool, as_json: bool) -> None:
-    """Measure, write hardware/NAME.json, and print the figures."""
-    found = measure(quick, lambda text: print(f"measuring {text} …", file=sys.stderr, flush=True))
-    path = found.write()
-    print(
-        json.dumps({"path": str(path), **found.to_json()}, indent=2, ensure_ascii=False)
-        if as_json
-        else show(found, path)
-    )

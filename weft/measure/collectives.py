@@ -5,7 +5,6 @@ It runs on local ranks of its own, or on those that torchrun or mpirun started, 
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -19,7 +18,8 @@ import torch
 
 from weft.comm.algorithms import ALGORITHMS
 from weft.hardware.linear_fit import fit_line
-from weft.hardware.rank_environment import RankInfo, export_torchrun_variables, rank_info, under_mpi
+from weft.hardware.rank_environment import RankInfo, export_torchrun_variables, launcher_backend, rank_info
+from weft.job.comm import BACKENDS
 from weft.job.errors import FitError, JobError, MachineError
 from weft.launch.rank_pool import RankPool
 from weft.measure.collective_times import DTYPES, KINDS, Case, cases, measure
@@ -125,7 +125,8 @@ def where(nproc: int | None, device: str, here: RankInfo | None = None) -> tuple
     kind = device if device != "auto" else ("cuda" if gpus > 1 else "cpu")
     if here is not None:
         own = kind == "cuda" and here.local_world <= gpus
-        return here.world, kind, "nccl" if own else "mpi" if kind == "cpu" and under_mpi() else "gloo"
+        launched = launcher_backend() if kind == "cpu" else ""
+        return here.world, kind, "nccl" if own else launched if launched and launched in BACKENDS else "gloo"
     ranks = nproc or (max(2, gpus) if kind == "cuda" else CPU_RANKS)
     if ranks < 2:
         raise JobError("--nproc 1: a collective needs at least two ranks; --nproc 2 would work")
@@ -254,11 +255,11 @@ def check_memory(ranks: int, largest: int) -> None:
         )
 
 
-def run_and_show(
+def measure_collectives(
     nproc: int | None, kinds: str | None, algorithms: str | None, dtypes: str, smallest: str, largest: str,
-    device: str, seconds: float, html: Path | None, as_json: bool, layout: str | None = None, axes: str | None = None,
-) -> None:  # fmt: skip
-    """Measure and print; under torchrun or mpirun rank 0 prints."""
+    device: str, seconds: float, html: Path | None, layout: str | None = None, axes: str | None = None,
+) -> CollectiveTimes | None:  # fmt: skip
+    """Measure, and write the page if one is asked for. Under torchrun or mpirun only rank 0 has the results."""
     here = rank_info() if export_torchrun_variables() else None
     ranks, kind, backend = where(nproc if nproc or not layout else ranks_of(parse_layout(layout)), device, here)
     plan = plan_of(ranks, kind, backend, here.world // here.local_world if here else 1, layout)
@@ -274,13 +275,13 @@ def run_and_show(
     if here is not None:
         found = bench(None, wanted, plan, seconds, names)
         if here.rank > 0:
-            return
+            return None
     else:
         check_memory(ranks, read_size(largest))
         count = len(wanted) * len(names)
         print(f"measuring {count} cases on {ranks} ranks …", file=sys.stderr, flush=True)
         with RankPool(timeout_s=600) as pool:
             found = bench(pool, wanted, plan, seconds, names)
-    print(json.dumps(found.to_json(), indent=2, ensure_ascii=False) if as_json else show(found))
     if html is not None:
         print(f"written: {write_collectives_page(html, found.to_json())}", file=sys.stderr)
+    return found

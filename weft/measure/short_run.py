@@ -22,7 +22,7 @@ from weft.supervisor.run_lock import run_lock
 from weft.training.metrics import StepMetrics
 from weft.training.session import Session
 from weft.training.stop_requests import Signals
-from weft.watch.devices.power_cap import restore_limits
+from weft.watch.device_meters import restore_devices
 
 
 def short_run(
@@ -43,7 +43,7 @@ def short_run(
         try:
             code = abs(launch(run, plan.world, lock, report, worker=command))
         finally:
-            restore_limits(run)
+            restore_devices(run)
         if code == Exit.JOB:
             files.undo()
     return code, run, plan
@@ -72,7 +72,7 @@ def take_steps(session: Session, signals: Signals, count: int) -> Exit:
         signals,
         session.guards,
         observers,
-        session.energy,
+        session.meter,
     )
     metrics.start_clock()
     with closing(session.loader()) as loader:

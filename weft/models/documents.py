@@ -47,10 +47,8 @@ def ids_on_host(docs: Tensor) -> Ids | None:
     return docs.cpu().numpy() if docs.is_cuda and not is_fake(docs) else None
 
 
-def segments_of(docs: Tensor | None) -> Segments | None:
-    """Segments of whole sequences, if there are documents."""
-    if docs is None:
-        return None
+def segments_of(docs: Tensor) -> Segments | None:
+    """Segments of whole sequences."""
     ids = ids_on_host(docs)
     return find_segments(ids, ids, docs.device)
 

@@ -15,7 +15,11 @@ STD = 0.02
 
 
 def initialise(name: str, tensor: Tensor, model: nn.Module, seed: int, first: int = 0) -> None:
-    """Fill one parameter of a Weft model in place. `first` is the index of the first expert in a stack of matrices."""
+    """Fill one parameter of a Weft model in place. `first` is the index of the first expert in a stack of matrices. A
+    model with a method `initialise` fills its parameters itself."""
+    if (fill := getattr(model, "initialise", None)) is not None:
+        fill(name, tensor, seed)
+        return
     if tensor.dim() == 3:
         for i, each in enumerate(tensor):
             initialise(name.replace(".experts.", f".experts.{first + i}."), each, model, seed)

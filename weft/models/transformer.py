@@ -54,14 +54,14 @@ class Block(nn.Module):
             adapter.tokens = info
         y, normed = self.attend(x, info, attended)
         fed = self.mlp(normed, info)
-        z = y + self.mlp_drop(_optional(self.mlp_out_norm, fed), info.keys, info.rows)
+        z = y + _dropped(self.mlp_drop, _optional(self.mlp_out_norm, fed), info)
         return _optional(self.mlp_sum_norm, z)
 
     def attend(self, x: Tensor, info: TokenInfo, attended: Tensor | None) -> tuple[Tensor, Tensor]:
         """The residual stream after attention, and the input of the feed-forward part."""
         if attended is None:
             attended = self.attn(_optional(self.attn_norm, x), info)
-        y = x + self.attn_drop(_optional(self.attn_out_norm, attended), info.keys, info.rows)
+        y = x + _dropped(self.attn_drop, _optional(self.attn_out_norm, attended), info)
         y = _optional(self.attn_sum_norm, y)
         return y, _optional(self.mlp_norm, x if self.parallel else y)
 
@@ -78,6 +78,10 @@ class Block(nn.Module):
 
 def _optional(norm: nn.Module | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
+
+
+def _dropped(drop: Dropout, x: Tensor, info: TokenInfo) -> Tensor:
+    return x if drop.p == 0 else drop(x, info.keys, info.rows)
 
 
 def _mean(x: Tensor, info: TokenInfo | None) -> Tensor:
@@ -206,7 +210,7 @@ class Transformer(nn.Module):
         segments = None
         if rows is None:
             rows = torch.arange(inputs.shape[1], device=inputs.device)
-            segments = segments_of(docs)
+            segments = None if docs is None else segments_of(docs)
         positions = rows if positions is None else positions
         length = inputs.shape[1] if length is None else length
         angles = window_angles = None
@@ -237,7 +241,7 @@ class Transformer(nn.Module):
             x = x + self.positions(positions)
         if self.types is not None:
             x = x + self.types(torch.zeros_like(inputs) if types is None else types)
-        return self.drop(_optional(self.embed_norm, x), info.keys, info.rows)
+        return _dropped(self.drop, _optional(self.embed_norm, x), info)
 
     def keep(self, first: int, last: int, begins: bool, ends: bool) -> None:
         """Keep only blocks first … last - 1, the embedding if `begins` and the head if `ends`; names do not change."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -20,7 +20,6 @@ from weft.mesh import Mesh
 from weft.optim.adamw import AdamW
 from weft.optim.build_optimizers import Optimizers, Params, build_optimizers
 from weft.optim.state_codecs import EIGHT_BITS, LOW_BYTE, CodedState, Rounding, StateCodec
-from weft.planner.engine_constants import UPDATED_ELEMENTS
 
 ROW_ALIGNMENT = 16
 """Rows at which a weight may be cut: a multiple of the vectors that kernels process, so that cutting changes no bit."""
@@ -220,18 +219,6 @@ def cut_slices(
             end = min(first + step, local.shape[0])
             put(WeightSlice(name, first, end), (end - first) * row)
     return [piece for piece in pieces if piece]
-
-
-def batches(sizes: Sequence[int], limit: int = UPDATED_ELEMENTS, least: int = 1) -> list[slice]:
-    """Weights that an optimizer updates together, for few launches and bounded temporary tensors: indices of
-    consecutive ones with at most `limit` elements, or `least` larger ones."""
-    found, first, filled = [], 0, 0
-    for index, size in enumerate(sizes):
-        if index - first >= least and filled + size > limit:
-            found.append(slice(first, index))
-            first, filled = index, 0
-        filled += size
-    return [*found, slice(first, len(sizes))] if sizes else []
 
 
 def slice_params(

@@ -87,7 +87,7 @@ def parallelize(
         else:
             spread_model = spread_stage(model, mesh, plan, seed, recomputed, summed, worker, weights)
         load.watch(spread_model.module)
-        return replace(spread_model, load=load, tables=tables)
+        return replace(spread_model, load=load if load.blocks else None, tables=tables)
     schedule = make_schedule(plan.schedule, plan.pp, plan.accumulation, plan.virtual_stages)
     stages = {}
     for index in schedule.stages_of(pp.rank):
@@ -114,26 +114,15 @@ def spread_stage(
     `recomputed` gives the mode of each recomputed unit; `summed`: a step sums gradients of several passes; `worker`
     compresses gradients during the backward pass; `weights` takes those that live in host memory.
     """
-    dtype, fp8 = COMPUTE_DTYPES[plan.precision], recipe_of(plan)
-    tp, cp, sharded = mesh.axis("tp"), mesh.axis("cp"), mesh.axis("dp_shard") is not None
-    split = TensorSplit(tp, mesh.submesh("tp"), plan.sequence and _can_cut_sequence(model)) if tp else None
-    attention = getattr(model, "context_attention", None)  # over the ranks of cp, where it is not that of a decoder
-    context_class = Context if attention is None else find_object(attention, "model.family")
-    context = context_class(cp, SequenceSplit.of(plan, cp.rank)) if cp else None
-    between = ("dp_replicate",) if mesh.axis("dp_replicate") is not None and not plan.alone else ()
-    offload = HostOffload(mesh.device, plan.host_gib / plan.virtual_stages)
-    codec = Fp8Codec(plan.compile) if plan.activations == "fp8" else None
-    if codec is not None:
-        offload = Fp8HostOffload(mesh.device, plan.host_gib / plan.virtual_stages, codec)
+    split, context = _tensor_split(model, mesh, plan), _context(model, mesh, plan)
     units = find_units(model)
     away = streamed_units({n: sum(p.numel() for p in u.parameters()) for n, u in units.items()}, plan.weight_share)
+    work = _UnitWork(model, mesh, plan, recomputed, context, bool(away))
     low_halves: dict[str, Tensor] = {}
-    plain = plan.world == 1 and not (recomputed or away or plan.long) and codec is None
-    together = getattr(model, "compiled_whole", ()) if plain else ()
     for prefix, unit in [*units.items(), ("", model)]:
         modules = members(model, prefix, skip=() if prefix else tuple(units))
         keep_local_experts(modules, mesh)
-        materialise(model, modules, mesh, seed, dtype)
+        materialise(model, modules, mesh, seed, work.dtype)
         mark_as_sharded(modules, mesh)
         spread_experts(modules, mesh, split is not None and split.sequence, plan.ep_overlap)
         if split:
@@ -141,55 +130,115 @@ def spread_stage(
         if context:
             for _, module in modules:
                 context.span(module)
-        if fp8:
-            (use_fp8 if prefix else use_fp8_head)(modules, fp8)
-        if prefix and plan.long:
-            if plan.compile:
-                compile_parts(unit, ("before", "after"))
-            run_in_chunks(unit, context, plan.chunk, plan.tp if plan.sequence else 1, offload)
-        elif prefix:
-            recompute_and_compile(unit, recomputed.get(prefix), plan.compile and not together, fp8 is not None)
-            if codec is not None:
-                save_as_fp8(unit, codec)
-        elif plan.compile:
-            compile_parts(unit, together or getattr(model, "compiled", ()))
-        if sharded:
+        work.prepare(prefix, unit, modules)
+        if mesh.axis("dp_shard") is not None:
             refuse_scalars(unit)
-            shard_experts(modules, mesh, plan, dtype)
+            shard_experts(modules, mesh, plan, work.dtype)
             # with compression, shards are summed over their replicas by the compressor
-            copied = between if worker is None else ()
-            shard(unit, mesh.submesh(*copied, plan.joint_axis), plan.zero, dtype)
+            copied = _copied_over(mesh, plan) if worker is None else ()
+            shard(unit, mesh.submesh(*copied, plan.joint_axis), plan.zero, work.dtype)
         if plan.split_master:
             pinned = plan.shares_of("master").get("host", 0.0) == 1.0
             low_halves |= split_parameters(modules, plan.states, pinned, model)
-        if weights is not None and prefix in away and (plan.split_master or dtype == torch.float32):
+        if weights is not None and prefix in away and (plan.split_master or work.dtype == torch.float32):
             weights.park(prefix, {f"{prefix}.{n}": p for n, p in unit.named_parameters()})
-    axis, compressor = mesh.axis(plan.joint_axis), None
+    compressor = None
     if worker is not None:
         compressor = compressor_of(plan, mesh, worker, seed, dict(model.named_parameters()), split)
-    if sharded:
-        meter_collectives(model, mesh, plan.joint_axis, bool(between))
-        data: Replicas | Shards = Shards(model, plan.zero, bool(between), compressor)
-    else:
-        start = summing(axis, plan.allreduce, ranks_of_a_node(plan)) if axis else None
-        late = mesh.axis("late_sum")
-        released = plan.gradient_home == "released"
-        away_grads = gradients_away(model, units, released) if plan.gradient_home != "device" else frozenset()
-        data = Replicas(
-            model, axis, dtype, plan.bucket_mb, summed, start, *expert_gradient_sum(model, mesh), compressor,
-            DelayedSums(late) if late else None, low_halves, away_grads, released,
-        )  # fmt: skip
+    data = _data_parallel(model, mesh, plan, summed, compressor, low_halves, units)
+    connect_batch_norms(model, _replica_axes(mesh, plan))
+    model.sample_axes = _sample_axes(mesh, plan)  # type: ignore[assignment]
+    return replace(_spread_model(model, data, mesh, split), weights=weights, away=tuple(away))
+
+
+def _tensor_split(model: nn.Module, mesh: Mesh, plan: Plan) -> TensorSplit | None:
+    tp = mesh.axis("tp")
+    return TensorSplit(tp, mesh.submesh("tp"), plan.sequence and _can_cut_sequence(model)) if tp else None
+
+
+def _context(model: nn.Module, mesh: Mesh, plan: Plan) -> Context | None:
+    """Attention over the ranks of cp: a decoder's, or that of the model's family."""
+    cp, attention = mesh.axis("cp"), getattr(model, "context_attention", None)
+    if cp is None:
+        return None
+    context_class = Context if attention is None else find_object(attention, "model.family")
+    context: Context = context_class(cp, SequenceSplit.of(plan, cp.rank))
+    return context
+
+
+class _UnitWork:
+    """How the units of a stage compute: fp8, recompute, offload, chunks and compilation."""
+
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, plan: Plan, recomputed: dict[str, str], context: Context | None,
+        streamed: bool,
+    ):  # fmt: skip
+        self.model, self.plan, self.recomputed, self.context = model, plan, recomputed, context
+        self.dtype, self.fp8 = COMPUTE_DTYPES[plan.precision], recipe_of(plan)
+        self.codec = Fp8Codec(plan.compile) if plan.activations == "fp8" else None
+        share = plan.host_gib / plan.virtual_stages
+        self.offload = HostOffload(mesh.device, share)
+        if self.codec is not None:
+            self.offload = Fp8HostOffload(mesh.device, share, self.codec)
+        plain = plan.world == 1 and not (recomputed or streamed or plan.long) and self.codec is None
+        self.compiled_whole = getattr(model, "compiled_whole", ()) if plain else ()
+
+    def prepare(self, prefix: str, unit: nn.Module, modules: list[tuple[str, nn.Module]]) -> None:
+        """Prepare a unit, or with an empty prefix what is outside of them."""
+        plan = self.plan
+        if self.fp8:
+            (use_fp8 if prefix else use_fp8_head)(modules, self.fp8)
+        if prefix and plan.long:
+            if plan.compile:
+                compile_parts(unit, ("before", "after"))
+            run_in_chunks(unit, self.context, plan.chunk, plan.tp if plan.sequence else 1, self.offload)
+        elif prefix:
+            compiled = plan.compile and not self.compiled_whole
+            recompute_and_compile(unit, self.recomputed.get(prefix), compiled, self.fp8 is not None)
+            if self.codec is not None:
+                save_as_fp8(unit, self.codec)
+        elif plan.compile:
+            compile_parts(unit, self.compiled_whole or getattr(self.model, "compiled", ()))
+
+
+def _copied_over(mesh: Mesh, plan: Plan) -> tuple[str, ...]:
+    """The axes over which shards are copied and their gradients summed in each step."""
+    return ("dp_replicate",) if mesh.axis("dp_replicate") is not None and not plan.alone else ()
+
+
+def _data_parallel(
+    model: nn.Module, mesh: Mesh, plan: Plan, summed: bool, compressor: Compressor | None,
+    low_halves: dict[str, Tensor], units: dict[str, nn.Module],
+) -> Replicas | Shards:  # fmt: skip
+    """Data parallelism of a stage whose units are spread over the other axes."""
+    if mesh.axis("dp_shard") is not None:
+        copied = bool(_copied_over(mesh, plan))
+        meter_collectives(model, mesh, plan.joint_axis, copied)
+        return Shards(model, plan.zero, copied, compressor)
+    axis, late = mesh.axis(plan.joint_axis), mesh.axis("late_sum")
+    start = summing(axis, plan.allreduce, ranks_of_a_node(plan)) if axis else None
+    released = plan.gradient_home == "released"
+    on_host = gradients_away(model, units, released) if plan.gradient_home != "device" else frozenset()
+    return Replicas(
+        model, axis, COMPUTE_DTYPES[plan.precision], plan.bucket_mb, summed, start,
+        *expert_gradient_sum(model, mesh), compressor, DelayedSums(late) if late else None, low_halves, on_host,
+        released,
+    )  # fmt: skip
+
+
+def _spread_model(model: nn.Module, data: Replicas | Shards, mesh: Mesh, split: TensorSplit | None) -> SpreadModel:
+    """The interface of a spread stage, by the names of its weights in the whole model."""
     whole = [n for n, p in data.master_params.items() if split and not {"tp", "ep"}.intersection(sharded_axes(p))]
     partial = tuple(n for n in data.master_params if split and n in split.partial)
     replicated = tuple(n for n in whole if n not in partial)
-    connect_batch_norms(model, _replica_axes(mesh, plan))
-    model.sample_axes = _sample_axes(mesh, plan)  # type: ignore[assignment]
     names = dict(model.named_parameters())
     aliases = {n: of for n, of in aliases_of(model).items() if of not in names}
     aliases |= {n: n for n in getattr(model, "borrowed", ())}
     frozen: dict[str, Tensor] = {aliases.get(n, n): p for n, p in names.items() if not p.requires_grad}
-    made = SpreadModel(model, data, tp, partial, replicated, frozen, aliases, DelayedScales(model, mesh))
-    return replace(made, weights=weights, away=tuple(away))
+    scales = DelayedScales(model, mesh)
+    return SpreadModel(
+        model, data, mesh.axis("tp"), partial, replicated, frozen, aliases, scales if scales.maxima else None
+    )
 
 
 def gradients_away(model: nn.Module, units: dict[str, nn.Module], released: bool) -> frozenset[str]:

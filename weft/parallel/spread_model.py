@@ -45,9 +45,9 @@ class SpreadModel:
     aliases: dict[str, str] = field(default_factory=dict)
     """Names of weights of other stages that this stage holds a copy of: a tied head is the embedding."""
     scales: DelayedScales | None = None
-    """The amax history of fp8 layers."""
+    """The amax history of fp8 layers; None without layers that have one."""
     load: ExpertLoad | None = None
-    """The experts' load; None in a stage of a pipeline, which has its own."""
+    """The experts' load; None without experts, and in a stage of a pipeline, which has its own."""
     tables: SeparateParameters | None = None
     """Embedding tables, which are not among the parameters."""
     weights: WeightStream | None = None

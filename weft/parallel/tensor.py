@@ -16,9 +16,11 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from weft.comm.autograd import copy_in
 from weft.job.errors import JobError
 from weft.models.attention_layer import Attention
 from weft.models.dropout import Dropout
@@ -145,6 +147,17 @@ def _heads(split: TensorSplit, part: PartModule) -> None:
     split.cut(part.model, part.module, "weight", 0)
 
 
+def _latent(split: TensorSplit, part: PartModule) -> None:
+    """A layer that every rank has whole, of whose outputs each rank's heads read the last `direct_outputs` as they are,
+    and the others through a column layer."""
+    width: int = part.module.direct_outputs  # type: ignore[assignment]
+
+    def shared(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+        return torch.cat([y[..., :-width], copy_in(y[..., -width:], split.axis)], -1)
+
+    part.module.register_forward_hook(shared)
+
+
 def _by_head(split: TensorSplit, part: PartModule) -> None:
     split.cut(part.model, part.module, "weight", 0)
 
@@ -180,6 +193,7 @@ ROLES: dict[str, Role] = {
     "heads": _heads,
     "head_table": _head_table,
     "by_head": _by_head,
+    "latent": _latent,
     "scatter": _scatter,
     "routed": _routed,
     "inside": _inside,

@@ -79,10 +79,15 @@ def _amount(mib: float) -> str:
 def recompute_text(job: Job, plan: Plan) -> str:
     """What is recomputed."""
     if not plan.long:
-        return f"{plan.recompute} of {job.model.layers} blocks" if isinstance(plan.recompute, int) else plan.recompute
+        return blocks_text(plan.recompute, job.model.layers)
     chunks = f", in chunks of {plan.chunk} tokens" if plan.chunk else ""
     parked = f"; up to {plan.host_gib:.0f} GiB in host memory" if plan.offloads_activations else ""
     return f"all but attention{chunks}{parked}"
+
+
+def blocks_text(recompute: int | str, layers: int) -> str:
+    """The setting, with a number of blocks as a part of all."""
+    return f"{recompute} of {layers} blocks" if isinstance(recompute, int) else recompute
 
 
 def _epoch_rows(job: Job) -> list[tuple[str, str]]:
@@ -142,6 +147,6 @@ def run_lengths(numbers: Sequence[int]) -> str:
     return ", ".join(f"{count} × {value}" if count > 2 else ", ".join([str(value)] * count) for value, count in groups)
 
 
-def draw_schedule(job: Job, plan: Plan) -> str:
+def draw_schedule(job: Job, plan: Plan, width: int | None = None) -> str:
     """The pipeline's simulated time line for the terminal."""
-    return gantt_text(simulated(job, plan), width=min(shutil.get_terminal_size().columns, 140))
+    return gantt_text(simulated(job, plan), width=min(width or shutil.get_terminal_size().columns, 140))

@@ -47,7 +47,7 @@ def checkpoint_gib(job: Job) -> float | None:
 def check_checkpoint_space(job: Job, plan: Plan) -> None:
     """Refuse a job whose checkpoint the disk cannot hold, beside states on the same disk."""
     size = checkpoint_gib(job)
-    if size is None or job.cluster.nodes > 1:
+    if size is None or job.cluster.nodes > 1 or job.checkpoint.none:
         return
     folder = as_path(job.checkpoint.to or job.runs_dir)
     if isinstance(folder, StorePath):

@@ -19,9 +19,11 @@ from weft.planner.memory.tiers import coded_states, fetched_weights, moved_per_p
 from weft.planner.model.cluster_facts import ClusterFacts, cluster_facts
 from weft.planner.model.counts import count_parameters
 from weft.planner.model.model_facts import ModelFacts, model_facts
+from weft.planner.model.reference_rate import peak_flops
 from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts
+from weft.planner.time.compute import peak_flops_by_precision
 from weft.planner.time.step import Estimates, estimate
 from weft.planner.time.streaming import CODED_IN_KERNEL_NS, CODED_STATE_NS, Links, streamed_step_s
 
@@ -40,6 +42,11 @@ class Estimator:
     def limit_gib(self) -> float:
         """Memory of a device that a layout may use."""
         return float(self.cluster.memory_gib * self.calibration.usable)
+
+    def mfu_peak_flops(self, job: Job, plan: Plan) -> float:
+        """FLOP/s of a rank that count as an MFU of 1: the catalog's, or the measured rate of a device without an entry,
+        such as this machine's processor."""
+        return peak_flops(plan, job) or float(peak_flops_by_precision(self.cluster, Layouts.one(plan))[0][0])
 
     def peak_gib(self, layouts: Layouts) -> NDArray[np.float64]:
         """Memory of the fullest rank of each layout."""

@@ -68,6 +68,8 @@ def _terms(job: Job, plan: Plan, memory: EngineMemory, index: int) -> dict[str, 
         "messages between stages": plan.pp > 1, "residuals of compression": plan.compression != "none",
     }  # fmt: skip
     parameters = f"{held}{cut} × ({master}{average}){stay}"
+    compiled = "scratch of cuBLAS and cuDNN in compiled blocks" if group.flags["compiled"] else "none"
+    runtime = compiled if plan.device == "cuda" else "torch and its libraries"
     optimizer = f"{job.optim.name}: {human_count(held_here)} × {state:.3g} B"
     if job.model.lora is not None:
         trained = f"{human_count(count_trained(job.model))} in adapters"
@@ -80,5 +82,5 @@ def _terms(job: Job, plan: Plan, memory: EngineMemory, index: int) -> dict[str, 
         "activations": f"{blocks}{recompute_text(job, plan)}){flight}, and the step's data",
         "communication": ", ".join(words for words, used in moved.items() if used) or "none",
         "temporary": "tensors of the operator that runs at the peak, such as the logits of the loss",
-        "runtime": "torch and its libraries" if states else "",
+        "runtime": runtime,
     }  # fmt: skip

@@ -13,12 +13,11 @@ from weft.job.schema import Job
 from weft.planner.calibration import Calibration
 from weft.planner.estimator import Estimator, make_estimator, run_memory
 from weft.planner.memory.stage_blocks import split_blocks
-from weft.planner.model.reference_rate import peak_flops, step_flops
+from weft.planner.model.reference_rate import step_flops
 from weft.planner.plan import Plan
 from weft.planner.ranks import device_memory, device_of
 from weft.planner.search.candidates import Layouts
 from weft.planner.time.collectives import axis_group
-from weft.planner.time.compute import peak_flops_by_precision
 from weft.planner.time.traffic import axis_bytes
 
 POWER_SHARE = 0.85
@@ -33,7 +32,7 @@ SOURCES = {
     "activations": "kept tensors of a trace through one step; microbatches in flight after Narayanan et al. 2021",
     "communication": "weights being gathered, gradients being reduced, messages between stages, compression residuals",
     "temporary": "tensors that exist within one operator or block at the peak, logits of the loss among them",
-    "runtime": "torch itself, and scratch of its libraries",
+    "runtime": "torch itself on a CPU rank; on a GPU, scratch of cuBLAS and cuDNN in compiled blocks",
     "compute": "roofline of each matrix product with the stack's efficiency curve",
     "pp_bubble": "Narayanan et al. 2021; Qi et al. 2023 for zero-bubble schedules",
     "communication time": "latency and bandwidth over the topology's levels (Hockney), ring collectives",
@@ -56,7 +55,7 @@ def estimate_job(job: Job, plan: Plan, calibration: Calibration | None = None) -
     parts, moved = {part: float(gib[0]) for part, gib in figures.memory.items()}, axis_bytes(job, plan)
     seconds, peak = float(figures.step_time_s[0]), sum(parts.values())
     flops = step_flops(job) / plan.world
-    mfu = flops / seconds / (peak_flops(plan, job) or float(peak_flops_by_precision(cluster, layouts)[0][0]))
+    mfu = flops / seconds / estimator.mfu_peak_flops(job, plan)
     tokens = job.train.global_batch * float(model.seq_len)
     hours = seconds * job.train.full_steps / 3600
     kwh = plan.world * cluster.watts * POWER_SHARE * POWER_OVERHEAD * hours / 1000
@@ -124,7 +123,7 @@ def show_estimate(figures: dict[str, Any]) -> str:
         f" {figures['tflops_per_gpu']:.1f} TFLOP/s, MFU {figures['mfu']:.1%}, HFU {figures['hfu']:.1%}",
         f"memory      {figures['peak_memory_gib']:.2f} of {figures['memory_limit_gib']:.1f} GiB: {verdict}",
     ]
-    lines += [f"  {part:16} {gib:9.3f} GiB" for part, gib in figures["memory"].items()]
+    lines += [f"  {part:16} {gib:9.3f} GiB" for part, gib in figures["memory"].items() if gib]
     if len(figures["memory_by_stage"]) > 1:
         lines.append(
             "  by stage         " + ", ".join(f"{s['total']:.2f}" for s in figures["memory_by_stage"]) + " GiB"

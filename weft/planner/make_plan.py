@@ -40,7 +40,7 @@ from weft.planner.memory.tiers import (
 )
 from weft.planner.model.cluster_facts import cluster_facts
 from weft.planner.model.fp8 import delayed_scales
-from weft.planner.model.reference_rate import peak_flops, step_flops
+from weft.planner.model.reference_rate import step_flops
 from weft.planner.plan import Plan
 from weft.planner.ranks import backend_of, device_for, device_memory, world_of
 from weft.planner.rules.known_rules import check
@@ -308,10 +308,9 @@ def _predict(start: PlanStart, plan: Plan, estimator: Estimator | None) -> dict[
     predicted["communication_mib"] = moved / 2**20
     if plan.compression != "none" and (last := sum(communication_bytes(job, plan, last=True).values())) < moved:
         predicted["communication_last_mib"] = last / 2**20
-    if peak := peak_flops(plan, job):
-        seconds = float(made.step_time_s[0])
-        predicted |= {"step_time_s": seconds, "mfu": step_flops(job) / (seconds * plan.world * peak)}
-    return predicted
+    peak = estimator.mfu_peak_flops(job, plan)
+    seconds = float(made.step_time_s[0])
+    return predicted | {"step_time_s": seconds, "mfu": step_flops(job) / (seconds * plan.world * peak)}
 
 
 def plan(job: Job, world: int | None = None) -> Plan:

@@ -8,8 +8,9 @@ from math import gcd
 
 from weft.hardware.catalog import Device, device_by_product, find_device
 from weft.hardware.probe import Machine, probe
-from weft.hardware.rank_environment import under_mpi
+from weft.hardware.rank_environment import launcher_backend
 from weft.hardware.shared_devices import memory_fraction, ranks_per_device
+from weft.job.comm import BACKENDS
 from weft.job.errors import JobError, MachineError
 from weft.job.schema import Job
 from weft.planner.plan import AXES, Plan
@@ -107,15 +108,18 @@ def world_of(job: Job, machine: Machine, device: Device, given: int | None) -> t
 
 def backend_of(job: Job, machine: Machine, kind: str, world: int) -> str:
     if job.comm.backend != "auto":
-        if job.comm.backend == "nccl" and kind == "cpu":
-            raise JobError("comm.backend=nccl needs GPUs, and the ranks compute on CPUs; gloo would work")
-        if job.comm.backend == "mpi" and kind != "cpu":
-            raise JobError("comm.backend=mpi carries tensors in host memory alone, and the ranks compute on GPUs; "
-                           "nccl would work, under mpirun too")  # fmt: skip
+        carried = kind in BACKENDS[job.comm.backend].devices
+        if not carried and kind == "cpu":
+            raise JobError(f"comm.backend={job.comm.backend} needs GPUs, and the ranks compute on CPUs; "
+                           "gloo would work")  # fmt: skip
+        if not carried:
+            raise JobError(f"comm.backend={job.comm.backend} carries tensors in host memory alone, and the ranks "
+                           "compute on GPUs; nccl would work, under mpirun too")  # fmt: skip
         if job.comm.backend == "nccl" and shares_devices(job, machine, world) and not job.cluster.share_devices:
             raise JobError(f"comm.backend=nccl: {world} ranks on {len(machine.gpus)} GPU need "
                            "cluster.share_devices=true, which is for tests and not for speed")  # fmt: skip
         return job.comm.backend
     if kind == "cpu":
-        return "mpi" if under_mpi() and "WEFT_STORE" not in os.environ else "gloo"
+        launched = launcher_backend()
+        return launched if launched and launched in BACKENDS and "WEFT_STORE" not in os.environ else "gloo"
     return "gloo" if shares_devices(job, machine, world) and not job.cluster.share_devices else "nccl"

@@ -13,6 +13,8 @@ from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.memory_folder import write_file
 
+BEGAN = "began"
+"""File with the time at which the command began."""
 NOT_CONNECTED = 79
 """Exit code of a rank whose attempt ended while it connected. torch counts the process groups that it has begun, and
 names of keys in the store follow from the count, so this process could not meet a new one in another attempt."""
@@ -32,7 +34,7 @@ class Attempt:
     store: str
     """Path of the rendezvous file store, unique to the attempt."""
     began: float
-    """When the first attempt began (time.time)."""
+    """When the command that started the run began (time.time)."""
     recovered: dict[str, Any] | None = None
     """The fault before this attempt: kind, how it was handled, and when it was detected. None for the first attempt."""
     faults: list[list[Any]] = field(default_factory=list)
@@ -55,11 +57,17 @@ class Attempt:
         return next((rank for rank, s in self.ranks.items() if s == slot), None)
 
 
-def write_start(folder: Path, job: Job, plan: Plan) -> None:
-    """Write what this machine was started with. The run's own files may still be those of an earlier start: the first
-    of several nodes writes them."""
+def write_start(folder: Path, job: Job, plan: Plan, began: float) -> None:
+    """Write what this machine was started with, and when (time.time). The run's own files may still be those of an
+    earlier start: the first of several nodes writes them."""
     write_file(RunDir(folder).job, dump_yaml(job))
     write_file(RunDir(folder).plan, plan.dumps())
+    write_file(folder / BEGAN, repr(began))
+
+
+def started_at(folder: Path) -> float:
+    """When the command that started this machine's processes began."""
+    return float((folder / BEGAN).read_text(encoding="utf-8"))
 
 
 def started_job(folder: Path) -> Job:

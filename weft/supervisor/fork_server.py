@@ -9,14 +9,24 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
+from weft.hardware.rank_environment import rank_info
+from weft.supervisor.local_ranks import rank_module
+from weft.supervisor.stop_signals import signals_blocked
+
+WORKER = "weft.training.supervised_rank"
+"""Module of a fork server, rank or spare, unless WEFT_RANK_MODULE names another."""
+MAX_BEGIN_BYTES, MAX_HANDLES = 1 << 20, 64
+"""Limits of the message that starts a run."""
 PR_SET_CHILD_SUBREAPER = 36
 """prctl(2) option: orphaned descendants become children of this process."""
 REPARENT_TIMEOUT_S = 10.0
@@ -66,14 +76,28 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The manager's side. `start` starts the server process, which finds its socket in WEFT_FORK_SERVER."""
+    """The manager's side. It may be started before the run is known, because its imports take seconds."""
 
-    def __init__(self, start: Callable[[dict[str, str], tuple[int, ...]], subprocess.Popen[bytes]]):
+    def __init__(self, *arguments: str):
+        """Start Python with these arguments; the process finds its socket in WEFT_FORK_SERVER."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self.process = start({"WEFT_FORK_SERVER": str(theirs.fileno())}, (theirs.fileno(),))
+        self._environment = dict(os.environ)
+        own = {"WEFT_LAUNCHER": str(os.getpid()), "WEFT_FORK_SERVER": str(theirs.fileno()), "PYTHONUNBUFFERED": "1"}
+        environment = {"OMP_NUM_THREADS": "1", **self._environment, **own}  # each rank sets its thread count later
+        with theirs, signals_blocked():  # a session of its own: Ctrl-C reaches only the manager, which forwards it once
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments], env=environment, start_new_session=True, pass_fds=(theirs.fileno(),)
+            )
         ours.setblocking(False)
         self._sock, self._expected = ours, dict[int, ForkedProcess]()
+
+    def begin(self, run: Path, environment: Mapping[str, str], handles: Sequence[int] = ()) -> None:
+        """Fork ranks of this run from now on, with this environment and these open files."""
+        changed = {name: value for name, value in environment.items() if self._environment.get(name) != value}
+        removed = [name for name in self._environment if name not in environment]
+        message = json.dumps({"run": str(run), "changed": changed, "removed": removed}).encode()
+        with contextlib.suppress(ConnectionError):  # the server has exited, which poll() of its forks reports
+            socket.send_fds(self._sock, [message], handles)
 
     def fork(self, slot: int) -> ForkedProcess:
         """Request a process for a slot; it is forked as soon as the imports are done."""
@@ -94,6 +118,10 @@ class ForkServer:
                 self._expected.pop(slot).started(pid)
                 yield slot, pid
 
+    @property
+    def closed(self) -> bool:
+        return self._sock.fileno() < 0
+
     def close(self) -> None:
         """Stop the server; processes already forked keep running."""
         self.process.kill()
@@ -101,6 +129,13 @@ class ForkServer:
         for _ in self.new_processes():
             pass
         self._sock.close()
+
+
+def start_early(resilient: bool | None) -> ForkServer | None:
+    """A fork server that imports torch while `weft train` plans; None where the run will not use one."""
+    starts_ranks = not rank_info().joined and "NODE_RANK" not in os.environ
+    used = sys.platform == "linux" and starts_ranks and resilient is not False
+    return ForkServer("-m", rank_module(WORKER)) if used else None
 
 
 @contextlib.contextmanager
@@ -117,6 +152,25 @@ def as_subreaper() -> Iterator[bool]:
 
 class NoFirstFork(Exception):
     """The system refuses processes from the start."""
+
+
+def await_run() -> Path | None:
+    """In the fork server: wait for `begin` and take its environment and open files. Returns the folder of the run, or
+    None when the manager has exited."""
+    with socket.socket(fileno=os.dup(int(os.environ["WEFT_FORK_SERVER"]))) as sock:
+        try:
+            message, handles, _, _ = socket.recv_fds(sock, MAX_BEGIN_BYTES, MAX_HANDLES)
+        except ConnectionResetError:
+            return None
+    if not message:
+        return None
+    begin = json.loads(message)
+    for handle in handles:
+        os.set_inheritable(handle, True)
+    for name in begin["removed"]:
+        os.environ.pop(name, None)
+    os.environ.update(begin["changed"])
+    return Path(begin["run"])
 
 
 def serve() -> bool:

@@ -23,7 +23,7 @@ from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.attempt import write_start
 from weft.supervisor.failure_report import remove_failures, write_failure
-from weft.supervisor.fork_server import ForkedProcess, ForkServer, as_subreaper
+from weft.supervisor.fork_server import WORKER, ForkedProcess, ForkServer, as_subreaper
 from weft.supervisor.hang_detection import SupervisorWatch
 from weft.supervisor.local_ranks import CLEAN_EXITS, KILLED_BY_USER, rank_module
 from weft.supervisor.memory_folder import memory_folder
@@ -37,8 +37,6 @@ POLL_S = 1.0
 """Poll interval when nothing wakes the manager."""
 MIN_SUPERVISOR_LIFE_S, MAX_SHORT_LIVES = 2.0, 5
 """A supervisor that exits within this time, this many times in a row, cannot work here."""
-WORKER = "weft.training.supervised_rank"
-"""Module of a rank or spare, unless WEFT_RANK_MODULE names another."""
 SUPERVISOR = ("weft.supervisor.supervisor",)
 FIRST_STEP_GRACE_S = 5.0
 """How long ranks may take to stop by themselves, after a signal, while the run has not committed a step."""
@@ -53,18 +51,24 @@ def run_supervised(
     log: Callable[[str], None],
     supervisor: tuple[str, ...] = SUPERVISOR,
     node: str = "",
+    began: float | None = None,
+    fork_server: ForkServer | None = None,
 ) -> int:
-    """Train the run in this folder under a supervisor, with so many ranks here. Returns the exit code."""
+    """Train the run in this folder under a supervisor, with so many ranks here. Returns the exit code.
+
+    `began` is when the command began (time.time); `fork_server` is one that was started before the run was planned.
+    """
     remove_failures(run)
     run.logs.mkdir(parents=True, exist_ok=True)
     with memory_folder(log) as folder:
         try:
             board = StatusBoard(folder / "board", slots=slots + job.resilience.spares)
             board["manager"] = os.getpid()
-            write_start(folder, job, plan)
+            write_start(folder, job, plan, began or time.time())
             _write_pointer(run, folder, node)
             with as_subreaper() as can_fork:
                 manager = ProcessManager(run, job, slots, folder, board, lock, supervisor, can_fork)
+                manager.early_fork_server = fork_server
                 code = manager.keep(log)
             for line in _read_final_lines(folder) if code != KILLED_BY_USER else ():
                 log(line)
@@ -111,6 +115,8 @@ class ProcessManager:
         self.signals = SignalForwarder()
         self.slots: dict[int, Process] = {}
         self.fork_server: ForkServer | None = None
+        self.early_fork_server: ForkServer | None = None
+        """A fork server that has not been given a run."""
         self.supervisor: subprocess.Popen[bytes] | None = None
         self.supervised_since, self.short_lives = 0.0, 0
         self.supervisor_fault = ""
@@ -232,9 +238,9 @@ class ProcessManager:
             self.fork_server.close()
             self.fork_server = None
         if self.fork_server is None:
-            self.fork_server = ForkServer(
-                lambda env, files: self._start([rank_module(WORKER), str(self.run.path)], env, files)
-            )
+            self.fork_server = self.early_fork_server or ForkServer("-m", rank_module(WORKER))
+            self.early_fork_server = None
+            self.fork_server.begin(self.run.path, self._environment({}), self.lock.handles)
         return self.fork_server
 
     def _start_supervisor(self) -> None:
@@ -243,12 +249,17 @@ class ProcessManager:
         self.supervisor = self._start([self.command[0], str(self.run.path), str(self.folder), *self.command[1:]], {})
         self.board["supervisor"] = self.supervisor.pid
 
-    def _start(self, command: list[str], more: dict[str, str], files: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
+    def _environment(self, more: dict[str, str]) -> dict[str, str]:
+        """The environment of the processes of the run."""
         ours = {"WEFT_MEMORY": str(self.folder), "WEFT_LAUNCHER": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         env = {**os.environ, **more, **ours}
         if self.command == SUPERVISOR:
             use_loopback(env)
         env.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its thread count later
+        return env
+
+    def _start(self, command: list[str], more: dict[str, str]) -> subprocess.Popen[bytes]:
+        env = self._environment(more)
         with signals_blocked():  # a session of its own, so that Ctrl-C reaches only the manager, which forwards it once
             command = [sys.executable, "-m", *command]
-            return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=(*self.lock.handles, *files))
+            return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=self.lock.handles)

@@ -16,7 +16,15 @@ from pathlib import Path
 from weft.job.files.run_folder import RunDir
 from weft.job.schema import Job
 from weft.planner.plan import Plan
-from weft.supervisor.attempt import NOT_CONNECTED, Attempt, read_attempt, started_job, started_plan, write_attempt
+from weft.supervisor.attempt import (
+    NOT_CONNECTED,
+    Attempt,
+    read_attempt,
+    started_at,
+    started_job,
+    started_plan,
+    write_attempt,
+)
 from weft.supervisor.failure_report import explain_failure, read_failure, remove_failures
 from weft.supervisor.hang_cause import FaultReport
 from weft.supervisor.hang_detection import HangDetector, first_steps_timeout_s
@@ -46,6 +54,7 @@ from weft.supervisor.restart_limit import (
 from weft.supervisor.status_board import LEFT_ATTEMPT, TRAINING, Record, StatusBoard
 from weft.supervisor.stop_signals import STOP_SIGNALS
 from weft.watch.journal import Journal, record_early_stop
+from weft.watch.live_block import over_block
 
 REGROUP_TIMEOUT_S = 3.0
 """How long ranks may take to return from an attempt that is over, before they are replaced."""
@@ -124,6 +133,7 @@ class Supervisor:
 
     def first(self) -> None:
         """Start the first attempt."""
+        self.attempt = replace(self.attempt, began=started_at(self.folder))
         self.begin({rank: rank for rank in range(self.plan.world)})
 
     def look(self, records: list[Record]) -> int | None:
@@ -405,7 +415,7 @@ def _event_kind(kind: str) -> str:
 
 def log(text: str) -> None:
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(over_block(text), file=sys.stderr, flush=True)
 
 
 def set_up_process() -> tuple[RunDir, Path, Job, Plan]:

@@ -109,7 +109,10 @@ def make_rounds(job: Job, plan: Plan, mesh: Mesh, state: State) -> EveryStep:
         return EveryStep()
     start = summing(axis, plan.allreduce, ranks_of_a_node(plan))
     limit = int(plan.bucket_mb * 2**20 / 4)
-    return Rounds(job.train.sync, axis, start, state.model.master_params, state.ema.averages, job.train.steps, limit)
+    return Rounds(
+        job.train.sync, axis, start, state.model.master_params, state.ema.averages, job.train.steps, limit,
+        state.model.refresh,
+    )  # fmt: skip
 
 
 def make_optimizers(job: Job, spread_model: SpreadModel | Pipelined, mesh: Mesh, units: tuple[str, ...]) -> Optimizers:

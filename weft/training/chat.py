@@ -46,19 +46,10 @@ class Chat:
         if job.model.module or not job.model.continues_text:
             what = job.model.module or f"model.family={job.model.family}"
             raise JobError(f"--chat needs a decoder of tokens, and this run trains {what}")
-        tokenizer, file = open_tokenizer(job.data), tokenizer_file(job)
-        eos = tokenizer.decode_special(tokenizer.eos)
-        try:
-            chosen = load_template(str(file or "bytes"), template or job.data.template, eos)
-        except JobError as error:
-            raise JobError(
-                str(error)
-                .replace("data.template=", "--template ")
-                .replace("data.template ", "--template ")
-                .replace("write ", "give ")
-            ) from None
+        encoder = open_template(job, template)
         return cls(
-            load_model(found, job, ema), tokenizer, chosen, window=job.model.max_len or job.data.seq_len, tokens=tokens,
+            load_model(found, job, ema), encoder.tokenizer, encoder.template,
+            window=job.model.max_len or job.data.seq_len, tokens=tokens,
             sampling=sampling, ends=end_tokens(job.model.pretrained), system=system,
         )  # fmt: skip
 
@@ -76,6 +67,22 @@ class Chat:
                 parts.append(part)
                 yield part
         self.messages = [*asked, {"role": "assistant", "content": "".join(parts).rstrip()}]
+
+
+def open_template(job: Job, template: str | None) -> ConversationEncoder:
+    """The tokenizer of a job with the chat template that was given, else with that of the job or the tokenizer."""
+    tokenizer, file = open_tokenizer(job.data), tokenizer_file(job)
+    eos = tokenizer.decode_special(tokenizer.eos)
+    try:
+        chosen = load_template(str(file or "bytes"), template or job.data.template, eos)
+    except JobError as error:
+        raise JobError(
+            str(error)
+            .replace("data.template=", "--template ")
+            .replace("data.template ", "--template ")
+            .replace("write ", "give ")
+        ) from None
+    return ConversationEncoder(tokenizer, chosen)
 
 
 def end_of_turn(encoder: ConversationEncoder) -> tuple[frozenset[int], tuple[str, ...]]:

@@ -18,8 +18,8 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def set_compile_cache(fallback: Path) -> None:
-    """Set the folder for this process, before torch is imported. `fallback` is used where the user's own folder cannot
-    be written, or could be written by others: what is in it is executed."""
+    """Set the folder for this process, before it compiles anything. `fallback` is used where the user's own folder
+    cannot be written, or could be written by others: what is in it is executed."""
     if VARIABLE not in os.environ:
         folder = compile_cache()
         os.environ[VARIABLE] = str(folder if _is_private(folder) else fallback.absolute())

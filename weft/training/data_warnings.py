@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from weft.data.dataset import Dataset
 from weft.data.sources import is_user_dataset
+from weft.job.interchange import read_published
 from weft.job.schema import Job
-from weft.pretrained.checkpoint_folder import CONFIG, existing_folder, read_json
 
 
 def data_warnings(job: Job, dataset: Dataset) -> Iterator[str]:
@@ -26,18 +26,10 @@ def data_warnings(job: Job, dataset: Dataset) -> Iterator[str]:
             f"{train.global_batch}, so a batch holds some of them more than once; train.global_batch="
             f"{dataset.train_len} would not"
         )
-    longest = _published_positions(job)
+    rotary = job.model.pretrained if job.model.positions == "rope" else None
+    longest = read_published(rotary, "positions") if rotary else None
     if longest is not None and job.data.seq_len > longest:
         yield (
             f"data.seq_len={job.data.seq_len} is longer than the {longest} positions that {job.model.pretrained} was "
             f"trained with; data.seq_len={longest} would fit, or set model.rope_scaling"
         )
-
-
-def _published_positions(job: Job) -> int | None:
-    """max_position_embeddings of the checkpoint that a run with rotary positions starts from."""
-    folder = existing_folder(job.model.pretrained)
-    if folder is None or job.model.positions != "rope":
-        return None
-    positions = read_json(folder / CONFIG).get("max_position_embeddings")
-    return positions if isinstance(positions, int) else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +13,8 @@ from weft.data.sources import open_tokenizer
 from weft.data.tokenizer import Tokenizer
 from weft.job.errors import JobError
 from weft.job.import_by_name import find_object
+from weft.job.interchange import read_published
 from weft.job.schema import Job
-from weft.pretrained.checkpoint_folder import CONFIG, GENERATION_CONFIG, existing_folder, read_json
 from weft.training.export import load_model
 from weft.training.generation.next_logits import NextLogits
 from weft.training.generation.shown_text import ShownText
@@ -67,16 +66,8 @@ def continue_prompts(
 
 
 def end_tokens(pretrained: str | None) -> frozenset[int]:
-    """The end tokens of a published model, from its configs."""
-    folder = existing_folder(pretrained)
-    for name in (GENERATION_CONFIG, CONFIG) if folder else ():
-        path = (folder or Path()) / name
-        if path.is_file():
-            ids = read_json(path).get("eos_token_id")
-            known = [i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int]
-            if known:
-                return frozenset(known)
-    return frozenset()
+    """The tokens that end a text of a published model."""
+    return read_published(pretrained, "end_tokens") if pretrained else frozenset()
 
 
 def continue_texts(
@@ -91,18 +82,19 @@ def continue_texts(
 @torch.no_grad()
 def continue_tokens(
     model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[list[int]], tokens: int, sampling: Sampling, *,
-    window: int, end_tokens: frozenset[int] = frozenset(),
+    window: int, end_tokens: frozenset[int] = frozenset(), numbers: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, str]]:  # fmt: skip
-    """The same of prompts that are tokens."""
+    """The same of prompts that are tokens. `numbers` choose each prompt's random numbers, by default its position."""
     texts = []
-    for i, prompt in enumerate(prompts):
+    numbers = range(len(prompts)) if numbers is None else numbers
+    for number, prompt in zip(numbers, prompts, strict=True):
         ids = list(prompt) or [tokenizer.eos]
         if max(ids) >= (rows := _embedded(model)):
             raise JobError(
                 f"token {max(ids)} of the prompt is not among the {rows} of the model; its tokenizer has "
                 f"{tokenizer.vocab}: import the model with its tokenizer.json"
             )
-        texts.append(ShownText(ids, tokenizer, torch.Generator().manual_seed((sampling.seed + i) % 2**63)))
+        texts.append(ShownText(ids, tokenizer, torch.Generator().manual_seed((sampling.seed + number) % 2**63)))
     with NextLogits(model, window) as next_logits:
         for count in range(1, tokens + 1):
             going = [(i, text) for i, text in enumerate(texts) if not text.done]

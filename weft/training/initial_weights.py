@@ -11,9 +11,10 @@ from weft.checkpoint.reader import Index
 from weft.job.errors import JobError
 from weft.job.files.run_folder import RunDir
 from weft.job.files.store_path import AnyPath
+from weft.job.import_by_name import find_object
+from weft.job.interchange import implementation_of
 from weft.job.schema import Job
 from weft.mesh import Mesh
-from weft.pretrained.reader import PretrainedWeights
 
 InitialWeights = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
 """Fills this rank's shards of named parameters in place, and those of the named buffers that the source holds."""
@@ -41,7 +42,8 @@ def published_weights(job: Job) -> InitialWeights | None:
     name = job.model.pretrained
     if name is None:
         return None
-    return lambda params, buffers: PretrainedWeights(name, job.model).fill(params | buffers)
+    weights = find_object(implementation_of(job.model.family).weights, "model.pretrained")
+    return lambda params, buffers: weights(name, job.model).fill(params | buffers)
 
 
 def _on_disk(folder: AnyPath) -> tuple[bool, str | None]:

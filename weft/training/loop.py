@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 from weft.data.loader import to_device
+from weft.data.sample_order import Calendar
 from weft.guards.out_of_memory import is_oom
 from weft.job.errors import DivergedError, Exit
 from weft.training.figures.pipeline_timeline import recording
@@ -27,13 +28,17 @@ def fit(session: Session, signals: Signals) -> Exit:
     steps, device = job.train.steps, session.mesh.device
     first_step = session.first_step
     held_out = session.held_out() if job.train.eval_every else []
+    calendar = Calendar.of(job, session.dataset)
+    in_epochs = job.train.epochs is not None or "epoch" in (job.train.eval_every, job.checkpoint.every)
     evaluated = True  # False after an evaluation that was stopped
     session.event("start", step=state.step, layout=session.plan.layout(), world=session.plan.world,
                   attempt=session.heartbeat.attempt, cores=os.cpu_count())  # fmt: skip
 
-    with Progress(steps, state.step, job.watch.every, silent=session.mesh.rank != 0) as progress:
+    epochs = (job.train.epochs or calendar.epochs(steps)) if in_epochs else None
+    with Progress(steps, state.step, job.watch.every, silent=session.mesh.rank != 0, epochs=epochs) as progress:
 
         def write(record: dict[str, Any]) -> None:
+            record["epoch"] = round(calendar.epochs(record["step"]), 6)
             session.commit(record)
             progress.update(record)
             if record.get("skipped"):
@@ -51,16 +56,17 @@ def fit(session: Session, signals: Signals) -> Exit:
                 return {}
             averaged = bool(state.ema.averages)
             session.event("eval", step=state.step, **val, **({"averaged": True} if averaged else {}))
-            progress.note(f"step {state.step}: {evaluation_text(val, averaged)}")
+            at = calendar.name(state.step) if in_epochs else f"step {state.step}"
+            progress.note(f"{at}: {evaluation_text(val, averaged)}")
             return val
 
         observers = session.observers
         metrics = StepMetrics(job, session.plan, session.mesh, state, write, signals, session.guards, observers,
-                              session.energy)  # fmt: skip
+                              session.meter)  # fmt: skip
         session.now("data")  # tells the process manager, which ends a run that has not begun
         signals.begin()
         metrics.agree_to_stop()
-        missing = bool(held_out) and _due(state.step, job.train.eval_every, steps) and not has_evaluation(session)
+        missing = bool(held_out) and calendar.due(job.train.eval_every, state.step) and not has_evaluation(session)
         if missing and not metrics.stop:
             session.add_to_record(evaluate())
             metrics.agree_to_stop()
@@ -81,24 +87,24 @@ def fit(session: Session, signals: Signals) -> Exit:
                 norm, _ = stepper.update(grads, lr)
                 metrics.post(grads, norm, lr)
                 collector.after_step(state.step)
-                if _due(state.step, job.train.eval_every, steps):
+                if calendar.due(job.train.eval_every, state.step):
                     metrics.settle(**evaluate())
                     metrics.agree_to_stop()
                     metrics.start_clock()
-                if _due(state.step, job.checkpoint.every, steps):
+                if calendar.due(job.checkpoint.every, state.step):
                     metrics.settle()
-                    if _due(state.step, job.checkpoint.every, 0):
+                    if calendar.recurs(job.checkpoint.every, state.step):
                         session.rebalance()
                     session.save(required=state.step == steps)
                 session.take_snapshot()
                 if observers.between_steps():
                     metrics.start_clock()
         metrics.settle()
-        if state.step < steps and state.step > first_step:
-            session.save(required=True)
+        if state.step < steps and state.step > first_step and not job.checkpoint.none:
+            session.save_between(required=True)
         session.now("checkpoint")
         session.checkpoints.wait()
-        if state.step > first_step:
+        if state.step > first_step and not job.checkpoint.none:
             session.checkpoints.require(state.step)
 
     stopped = metrics.stop if state.step < steps or not evaluated else None
@@ -129,11 +135,6 @@ def finishing_last_step(session: Session, metrics: StepMetrics) -> Iterator[None
             with suppress(Exception):  # such as a roll-back: then that step is not kept
                 metrics.settle()
         raise
-
-
-def _due(step: int, every: int, last: int) -> bool:
-    """Whether something that happens `every` steps, and after the last one, is due; 0 means after the last only."""
-    return step == last or (every > 0 and step % every == 0)
 
 
 def fit_or_explain(session: Session, signals: Signals) -> Exit:

@@ -23,16 +23,16 @@ from weft.job.errors import Exit
 from weft.job.schema import Job
 from weft.mesh import Mesh
 from weft.planner.model.counts import flops_per_sample
-from weft.planner.model.reference_rate import peak_flops
+from weft.planner.model.reference_rate import mfu_peak_flops
 from weft.planner.plan import Plan
 from weft.supervisor.stop_signals import STOP_SIGNALS
 from weft.training.figures.comm_metrics import CommMetrics
 from weft.training.figures.noise_scale import NoiseScale
-from weft.training.figures.run_energy import RunEnergy
 from weft.training.state import State
 from weft.training.step import Gradients
 from weft.training.step_observers import StepObservers
 from weft.training.stop_requests import Signals
+from weft.watch.device_meters import DeviceMeter, NoMeter
 
 MAX_RANKS_EACH_STEP = 16
 """Ranks whose figures are written with every step; with n times as many, with every n-th step."""
@@ -110,15 +110,15 @@ class StepMetrics:
 
     def __init__(
         self, job: Job, plan: Plan, mesh: Mesh, state: State, write: Callable[[dict[str, Any]], None], signals: Signals,
-        guards: Guards, observers: StepObservers | None = None, energy: RunEnergy | None = None,
+        guards: Guards, observers: StepObservers | None = None, meter: DeviceMeter | None = None,
     ):  # fmt: skip
         self.job, self.plan, self.mesh, self.state, self.write, self.signals = job, plan, mesh, state, write, signals
         self.guards = guards
         guards.begin()
         self.stop: Exit | None = None
         self.sample_flops = flops_per_sample(job.model, job.data.seq_len)
-        self.peak = peak_flops(plan, job)
-        self.energy = energy or RunEnergy.nothing()
+        self.peak = mfu_peak_flops(plan, job)
+        self.meter = meter or NoMeter()
         self.comm = CommMetrics(mesh, job.watch.comm_every, observers)
         self.noise = NoiseScale()
         self.pending: _PendingStep | None = None
@@ -155,7 +155,7 @@ class StepMetrics:
         )  # fmt: skip
         host_seconds = end.host - start.host
         head = [0.0] * len(mine) + self.signals.flags()
-        memory, devices = peak_memory_gib(self.mesh.device), self.energy.monitor.figures()
+        memory, devices = peak_memory_gib(self.mesh.device), self.meter.figures()
         sums = self.guards.report(self.state.step, host_seconds, head, memory, devices)
         sums[: len(mine)] = torch.stack([x.reshape(()).double() for x in mine])
         work = self.mesh.everyone.start_all_reduce(sums) if self.mesh.everyone is not None else None
@@ -204,7 +204,7 @@ class StepMetrics:
             **entry.more,
             **self.state.model.metrics(more, count),
             **self.comm.figures(entry.timeline, seconds),
-            **self.energy.metrics(seconds, count, rows),
+            **self.meter.metrics(seconds, count, rows),
             **rank_figures(entry.step, self.guards.table.axes, rows),
             **extra,
         }

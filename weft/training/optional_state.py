@@ -1,4 +1,5 @@
-"""Loads state that a checkpoint may lack: compression residuals, fp8's amax history and the load of experts.
+"""Loads state that a checkpoint may lack: compression residuals, fp8's amax history, the load of experts and the
+buffers of each rank.
 
 Every rank that sums gradients holds a residual of each weight (`residual.HOLDER.WEIGHT`). Where the holders are those
 that saved it, each gets its own residual back; else all residuals are added up, and each holder gets an equal part.
@@ -15,6 +16,7 @@ from weft.checkpoint.checkpointer import Checkpointer
 from weft.checkpoint.format import SavedCheckpoint
 from weft.checkpoint.reader import Index
 from weft.comm.shards import local_of
+from weft.planner.plan import Plan
 from weft.training.state import COMPRESSION, State
 
 
@@ -62,6 +64,16 @@ def load_amax_history(checkpoints: Checkpointer, found: SavedCheckpoint, state: 
     if any(found_by_rank) and False not in found_by_rank:
         checkpoints.load(found, mine)
     state.model.restore_maxima()
+
+
+def load_rank_buffers(checkpoints: Checkpointer, found: SavedCheckpoint, state: State, plan: Plan) -> None:
+    """Load each rank's own buffers, where a checkpoint between two that were due has them for the same layout.
+    Collective."""
+    mine, index = state.rank_buffers(), Index(found.path)
+    if Plan.from_json(found.meta["plan"]).axes == plan.axes:
+        checkpoints.load(
+            found, {n: t for n, t in mine.items() if n in index.tensors and index.tensors[n].size == t.shape}
+        )
 
 
 def load_expert_counts(checkpoints: Checkpointer, found: SavedCheckpoint, state: State) -> None:

@@ -25,12 +25,14 @@ from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.failure_report import remove_failure, write_failure
 from weft.supervisor.process_name import set_process_name
+from weft.training.compile_cache import set_compile_cache
 from weft.training.error_text import where_raised
 from weft.training.stop_requests import Signals
 
 if TYPE_CHECKING:
     from weft.checkpoint.memory_snapshots import Snapshots
-    from weft.training.session import Hook, Session
+    from weft.training.open_session import Hook
+    from weft.training.session import Session
 
 PROCESS_LIMIT = (
     "the limit of processes and threads is reached; raise it with `ulimit -u`, in pids.max of the control group or, "
@@ -46,7 +48,7 @@ def run_rank(
     signals.exit_until_begun()
     set_up_process(run, plan)
     from weft.training.loop import fit_or_explain
-    from weft.training.session import open_session
+    from weft.training.open_session import open_session
 
     rank, position = int(os.environ.get("RANK", 0)), ""
     set_process_name(f"weft-rank-{rank}")
@@ -77,7 +79,8 @@ def run_rank(
 
 def set_up_process(run: RunDir, plan: Plan) -> None:
     """Import torch and apply process-wide settings."""
-    import_training(run)
+    set_compile_cache(run.compiled)
+    import_training()
     import torch
 
     from weft.precision import choose_cpu_kernels
@@ -88,13 +91,10 @@ def set_up_process(run: RunDir, plan: Plan) -> None:
         torch.set_num_threads(threads_for(int(os.environ.get("LOCAL_WORLD_SIZE", plan.world))))
 
 
-def import_training(run: RunDir) -> None:
+def import_training() -> None:
     """Import all that training needs, which takes seconds. Ranks are forked afterwards, so nothing here may start a
     thread or call the CUDA driver."""
-    from weft.training.compile_cache import set_compile_cache
     from weft.training.garbage_collection import no_collection
-
-    set_compile_cache(run.compiled)  # read on import of torch
 
     with no_collection():
         import torch
@@ -112,7 +112,9 @@ def train_with_rollback(session: Session, signals: Signals, work: Work) -> Exit:
         except RollBack as request:
             began, reached = time.perf_counter(), session.state.step
             skipped = session.state.skipped_steps | set(request.skip)
-            session.roll_back(request.to_step)
+            from weft.training.resume import roll_back
+
+            roll_back(session, request.to_step)
             session.state.skipped_steps |= skipped  # the older state does not contain all of them
             step = session.state.step
             session.event("recovered", fault=request.fault, how="rollback", step=step + 1, steps_lost=reached - step,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
@@ -14,6 +14,7 @@ from weft.checkpoint.memory_snapshots import newest_common
 from weft.checkpoint.merge_snapshots import save_merged_snapshots
 from weft.checkpoint.snapshot_file import SnapshotLayout
 from weft.data.dataset import fingerprint_of
+from weft.data.sample_order import Calendar
 from weft.guards.loss_spikes import BASELINE_STEPS
 from weft.job.compression import parse_compression
 from weft.job.data import sample_fields
@@ -24,11 +25,9 @@ from weft.parallel.data.local_sgd import Rounds
 from weft.planner.plan import Plan
 from weft.training.build import build_state
 from weft.training.initial_weights import initial_weights
-from weft.training.optional_state import load_amax_history, load_expert_counts, load_residuals
+from weft.training.optional_state import load_amax_history, load_expert_counts, load_rank_buffers, load_residuals
+from weft.training.session import Session
 from weft.watch.journal import read_jsonl
-
-if TYPE_CHECKING:
-    from weft.training.session import Session
 
 SAMPLE_FIELDS = (("train", "seed"), *(("data", name) for name in sample_fields()))
 """Job fields that determine which sample is the k-th."""
@@ -118,6 +117,25 @@ def newest_on_disk(session: Session) -> int:
     return cast(int, session.mesh.all_gather_json(max(steps, default=-1))[0])
 
 
+def save_if_due(session: Session) -> None:
+    """Write the checkpoint that was due in an attempt that failed before it was durable."""
+    step, c = session.state.step, session.job.checkpoint
+    on_disk = newest_on_disk(session)
+    due = Calendar.of(session.job, session.dataset).newest(c.every, step)
+    if on_disk == step:
+        session.checkpoints.durable = step
+    elif max(on_disk, session.first_step) < due:
+        session.save() if due == step else session.save_between()
+
+
+def roll_back(session: Session, to: int) -> None:
+    """Go back to the newest step at or before `to`: from a snapshot, else a checkpoint, else step 0."""
+    session.checkpoints.wait()
+    session.snapshots.drop()
+    if not resume_from_memory(session, to):
+        resume_from_disk(session, at_most=to)
+
+
 def resume_from_disk(session: Session, at_most: int | None = None) -> None:
     """Continue from the newest good checkpoint, or start at step 0."""
     _load_from_disk(session, at_most)
@@ -146,6 +164,7 @@ def _load_from_disk(session: Session, at_most: int | None) -> None:
         session.log.info("%s", note)
     load_amax_history(checkpoints, found, state)
     load_expert_counts(checkpoints, found, state)
+    load_rank_buffers(checkpoints, found, state, session.plan)
     _warn_about_changes(session, found.meta["job"])
     _warn_about_data(session, found.meta.get("data"))
     _truncate_sample_records(session)

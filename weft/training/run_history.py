@@ -14,8 +14,9 @@ FILES = ("job.yaml", "plan.json", *APPENDED_FILES)
 
 
 def upload_history(run: RunDir, shared: AnyPath) -> None:
-    """Copy the run's files beside its checkpoints; one that cannot be copied now is copied with the next checkpoint."""
-    for name in FILES if shared != run.path else ():
+    """Copy the run's files beside its checkpoints in another place. One that cannot be copied now is copied with the
+    next checkpoint."""
+    for name in FILES:
         with contextlib.suppress(OSError):
             replace(shared / name, (run.path / name).read_bytes())
 

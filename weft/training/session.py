@@ -7,48 +7,29 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
-import torch
+from torch import Tensor
 
 from weft.checkpoint.checkpointer import Checkpointer
 from weft.checkpoint.memory_snapshots import Snapshots
 from weft.checkpoint.merge_snapshots import snapshot_layout
-from weft.data.dataset import DRAW_FROM, Dataset, fingerprint_of, own_sources
-from weft.data.growing import FollowsRounds, GrowingDataset, Rounds
+from weft.data.dataset import Dataset, fingerprint_of
+from weft.data.growing import FollowsRounds, GrowingDataset
 from weft.data.loader import Batch, Loader, to_device, val_batches
-from weft.data.open_dataset import open_dataset
 from weft.data.sample_workers import auto_workers
 from weft.guards.guards import Guards
-from weft.guards.same_start import check_same_data, check_same_job
 from weft.job.files.run_folder import RunDir
 from weft.job.schema import Job
-from weft.mesh import Mesh, connect
-from weft.optim.layer_rates import describe_rates
-from weft.optim.schedule import peak_lr
+from weft.mesh import Mesh
 from weft.planner.plan import Plan
-from weft.supervisor.heartbeat import Heartbeat, NoHeartbeat
-from weft.training.build import build_state, rates_of, with_prediction, write_plan
-from weft.training.data_warnings import data_warnings
+from weft.supervisor.heartbeat import Heartbeat
 from weft.training.expert_rebalance import rebalance
-from weft.training.figures.run_energy import RunEnergy, open_energy
-from weft.training.figures.slices_file import write_slices
-from weft.training.initial_weights import initial_weights
-from weft.training.resume import (
-    merge_old_snapshots,
-    newest_on_disk,
-    recorded_losses,
-    resume_from_disk,
-    resume_from_memory,
-)
-from weft.training.run_history import fetch_history, upload_history
-from weft.training.state import State, meta_problem
+from weft.training.state import State
 from weft.training.step import Stepper
 from weft.training.step_observers import StepObservers
-from weft.watch import logs
+from weft.watch.device_meters import DeviceMeter
 from weft.watch.journal import Journal, read_metrics
-from weft.wire.tunnel import open_tunnel
 
 
 @dataclass
@@ -72,8 +53,10 @@ class Session:
     guards: Guards
     observers: StepObservers
     """Traces the steps of the job's watch.trace."""
-    energy: RunEnergy
-    """Energy and health of the devices."""
+    meter: DeviceMeter
+    """Measures the devices, such as their energy."""
+    now: Callable[[str], None]
+    """Reports the phase of the loop that begins."""
     first_step: int = 0
     """The step at which the run was started, before any recovery."""
     began: float = field(default_factory=time.time)
@@ -85,11 +68,6 @@ class Session:
         if self.journal is not None:
             self.heartbeat.fence()
             self.journal.event(kind, **fields)
-
-    def now(self, phase: str) -> None:
-        """Report the phase that begins."""
-        self.heartbeat.now(phase, self.state.step)
-        self.observers.phase(phase)
 
     def compression(self, *, was: str, now: str, why: str, **fields: Any) -> None:
         """Record that adaptive compression has changed its codec."""
@@ -146,8 +124,17 @@ class Session:
         """Start writing a checkpoint. A required one waits for those that are still being written."""
         self.now("checkpoint")
         self.state.agree()
+        self._write_checkpoint({}, required)
+
+    def save_between(self, required: bool = False) -> None:
+        """Start writing a checkpoint of a step that is not due for one, which changes nothing in this run."""
+        self.now("checkpoint")
+        with self.state.agreed() as rank_buffers:
+            self._write_checkpoint(rank_buffers, required)
+
+    def _write_checkpoint(self, rank_buffers: dict[str, Tensor], required: bool) -> None:
         state, meta = self.state, self.state.meta(self.job, self.plan) | {"data": fingerprint_of(self.dataset)}
-        self.checkpoints.save(state.step, state.saved(), meta, required=required)
+        self.checkpoints.save(state.step, state.saved() | rank_buffers, meta, required=required)
 
     def rebalance(self) -> None:
         """Move experts between ranks, if that pays. Only at steps that do not depend on faults and stops."""
@@ -193,128 +180,6 @@ class Session:
             self.heartbeat.fence()
             self.journal.metrics({**records[-1], **fields})
 
-    def save_if_due(self) -> None:
-        """Write the checkpoint that was due in an attempt that failed before it was durable."""
-        step, c = self.state.step, self.job.checkpoint
-        on_disk = newest_on_disk(self)
-        due = step if step == self.job.train.steps else step // c.every * c.every if c.every else 0
-        if on_disk == step:
-            self.checkpoints.durable = step
-        elif max(on_disk, self.first_step) < due:
-            self.save()
-
-    def roll_back(self, to: int) -> None:
-        """Go back to the newest step at or before `to`: from a snapshot, else a checkpoint, else step 0."""
-        self.checkpoints.wait()
-        self.snapshots.drop()
-        if not resume_from_memory(self, to):
-            resume_from_disk(self, at_most=to)
-
     def close(self) -> None:
-        self.energy.close()
+        self.meter.close()
         self.mesh.close()
-
-
-Hook = Callable[[Session], None]
-"""Called with a session before it trains; fault injection passes one in."""
-
-
-def open_session(
-    job: Job, plan: Plan, run: RunDir, *, heartbeat: Heartbeat | None = None, mesh: Mesh | None = None,
-    dataset: Dataset | None = None, snapshots: Snapshots | None = None, hook: Hook | None = None,
-) -> Session:  # fmt: skip
-    """Join the mesh, build and spread the model, and continue from the newest step in memory or checkpoint on disk."""
-    began = time.perf_counter()
-    heartbeat = heartbeat or NoHeartbeat()
-    mesh = mesh or connect(plan, job.comm.timeout_s, tunnel=open_tunnel(job, run))
-    log = logs.setup(run, mesh.rank, mesh.position, mesh.world)
-    torch.manual_seed(job.train.seed + mesh.rank)  # for a user's module; Weft's own models do not use this state
-    torch.backends.cudnn.benchmark = mesh.device.type == "cuda"  # shapes do not change, so convolutions are timed once
-    check_same_job(job, plan, mesh)
-    dataset = dataset or open_dataset(job)
-    check_same_data(job, plan, dataset, mesh)
-    for own in own_sources(dataset).values() if mesh.rank == 0 else ():
-        if own.varies:
-            log.warning("%s", f"data.source {own.name}: train(0), read twice, gave two different samples, so this run "
-                              f"cannot be repeated or resumed exactly; {DRAW_FROM}")  # fmt: skip
-    for text in data_warnings(job, dataset) if mesh.rank == 0 else ():
-        log.warning("%s", text)
-    if mesh.rank == 0 and (traced := with_prediction(job, plan, dataset)) is not plan:
-        plan = traced
-        write_plan(run, plan)
-    memory = os.environ.get("WEFT_MEMORY")  # a folder that the launcher made, which outlives this process
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world))
-    snapshots = snapshots or Snapshots(
-        Path(memory) if memory else None, mesh.rank, local_ranks, device=mesh.device, world=mesh.world
-    )
-    state = build_state(job, plan, mesh, initial_weights(job, run, mesh))
-    c = job.checkpoint
-    if mesh.rank == 0:
-        fetch_history(run, run.shared(c.to))
-    journal = Journal(run) if mesh.rank == 0 else None
-
-    def on_event(kind: str, **fields: Any) -> None:
-        if kind in ("damaged", "checkpoint_failed"):
-            text = "is damaged and was skipped" if kind == "damaged" else "could not be written; training continues"
-            log.warning("%s", f"checkpoint {fields['path']} {text}: {fields['why']}")
-            if journal is not None:
-                fault = "damaged" if kind == "damaged" else "disk_full"
-                journal.event("fault", fault=fault, rank=0, position=mesh.position, step=fields.get("step"),
-                              why=f"checkpoint {fields['path']} {text}: {fields['why']}")  # fmt: skip
-        if journal is not None:
-            journal.event("checkpoint" if kind == "checkpoint_saved" else kind, **fields)
-
-    checkpoints = Checkpointer(
-        run.checkpoints_in(c.to), group=mesh.disk_group, keep=c.keep, keep_every=c.keep_every, background=c.background,
-        on_event=on_event if mesh.rank == 0 else lambda kind, **fields: None,
-        any_rank=lambda mine: any(mesh.all_gather_json(mine)), meta_problem=meta_problem, fence=heartbeat.fence,
-        after_save=lambda: upload_history(run, run.shared(c.to)),
-    )  # fmt: skip
-    if reason := state.no_snapshots:
-        snapshots.refused = reason
-        log.info("%s", f"no snapshots in memory: {snapshots.refused}")
-    stepper = Stepper(job, plan, mesh, state, meanwhile=snapshots.settle)
-
-    def warn(text: str) -> None:
-        if mesh.rank == 0:
-            log.warning("%s", text)
-
-    def event(kind: str, **fields: Any) -> None:
-        if journal is not None:
-            heartbeat.fence()
-            journal.event(kind, attempt=heartbeat.attempt, **fields)
-
-    guards = Guards(job, plan, mesh, state, event, warn)
-    guards.weights.spacing = snapshots.every
-
-    # after the snapshot is copied, so that a flipped bit in it is detected
-    stepper.before_update = guards.weights.before_update
-    observers = StepObservers.of(job, run, mesh, lambda: heartbeat.now("checkpoint", state.step))
-    session = Session(
-        job, plan, run, mesh, state, stepper, dataset, checkpoints, journal, log, snapshots, heartbeat, guards,
-        observers, open_energy(job, plan, run, mesh, log),
-    )  # fmt: skip
-    for compressor in state.model.compressors:
-        compressor.report = session.compression
-    write_slices(run, plan, mesh, state.model)
-    if not resume_from_memory(session):
-        merge_old_snapshots(session)
-        resume_from_disk(session)
-        guards.agreed = state.step
-    if isinstance(dataset, FollowsRounds):
-        known = cast(list[Rounds], mesh.all_gather_json(state.data_rounds or dataset.rounds))[0]
-        dataset.follow(known)
-        state.data_rounds = known
-    guards.recall(recorded_losses(session))
-    session.first_step = state.step
-    log.info("%s", f"{plan.layout()} on {plan.device}, ready after {time.perf_counter() - began:.1f} s")
-    _, scaling = peak_lr(job)
-    if scaling:
-        log.info("%s", scaling)
-    if mixed := getattr(dataset, "summary", ""):
-        log.info("%s", mixed)
-    if rates := rates_of(job):
-        log.info("%s", describe_rates(rates, job.optim.layer_decay))
-    if hook is not None:
-        hook(session)
-    return session

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +27,9 @@ from weft.precision import LossScale
 
 COMPRESSION = ("residual.", "powersgd.", "dice.")
 """Prefixes of the state that compression keeps between steps."""
+
+RANK_BUFFER = "rank_buffer."
+"""Prefix of buffers as one rank has them, in a checkpoint between two that were due."""
 
 MAX_COUNT = 2**62
 """Upper bound of any counter in a checkpoint."""
@@ -134,6 +139,21 @@ class State:
                     buffer.copy_(mean)
                 else:
                     axis.broadcast(buffer, 0)
+
+    def rank_buffers(self) -> dict[str, Tensor]:
+        """The buffers of this rank's copy of the model, by names that no other rank has."""
+        return {f"{RANK_BUFFER}{self.mesh.rank}.{n}": b for n, b in self.model.buffers().items()}
+
+    @contextmanager
+    def agreed(self) -> Iterator[dict[str, Tensor]]:
+        """Make the buffers equal for the context only. Gives this rank's values of those that differ from it, so that a
+        run that was stopped continues as if it had not been."""
+        before = {name: buffer.clone() for name, buffer in self.rank_buffers().items()}
+        self.agree()
+        changed = {n for n, b in self.rank_buffers().items() if not torch.equal(b, before[n])}
+        yield {name: before[name] for name in changed}
+        for name, buffer in self.rank_buffers().items():
+            buffer.copy_(before[name])
 
     @property
     def no_snapshots(self) -> str:

@@ -21,7 +21,7 @@ from weft.models.user.task_losses import TaskLosses, task_samples
 from weft.optim.gradient_clip import grad_norm
 from weft.optim.schedule import learning_rate
 from weft.parallel.context.sequence_split import SequenceSplit
-from weft.parallel.data.local_sgd import Update, UpdateResult
+from weft.parallel.data.local_sgd import Apply, Update, UpdateResult
 from weft.parallel.spread_model import Batch, LossOf
 from weft.planner.plan import Plan
 from weft.precision import COMPUTE_DTYPES
@@ -70,6 +70,7 @@ class Stepper:
 
     def __post_init__(self) -> None:
         self.tasks = TaskLosses(self.job, self.mesh.device) if self.job.data.tasks else None
+        self.apply: Apply = self.state.rounds.applying(self._apply)
 
     def gradients(self, batches: list[Batch]) -> Gradients:
         """Forward and backward over this rank's microbatches of one step."""
@@ -102,12 +103,12 @@ class Stepper:
         """
         state = self.state
         self.before_update()
-        done = state.rounds.update(Update(state.step + 1, grads.factor, lr), self._apply)
+        done = self.apply(Update(state.step + 1, grads.factor, lr, grads.count))
         state.model.after_step(done.decided)
-        state.scale.update(done.taken or state.step + 1 in state.skipped_steps)
+        if state.scale.dynamic:
+            state.scale.update(done.taken or state.step + 1 in state.skipped_steps)
         state.samples += self.job.train.ramp.batch(state.step)
         state.step += 1
-        state.rounds.after_step(state.step, grads.count, state.model.refresh)
         return done.norm, done.taken
 
     def _apply(self, update: Update) -> UpdateResult:
@@ -128,7 +129,7 @@ class Stepper:
             state.optimizers.step(update.lr, clipped * update.factor, flag)
             if tables is not None:
                 tables.update(update.lr, clipped * update.factor, flag)
-            if update.average:
+            if update.average and state.ema.averages:
                 state.ema.update(flag)
         return UpdateResult(norm, taken, finite if taken and unseen else taken)
 

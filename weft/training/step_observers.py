@@ -11,8 +11,10 @@ from weft.job.import_by_name import find_object
 from weft.job.registry import Registry
 from weft.job.schema import Job
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a plan reads the registry without torch
     from weft.mesh import Mesh
+    from weft.supervisor.heartbeat import Heartbeat
+    from weft.training.state import State
 
 
 class StepObserver(Protocol):
@@ -74,3 +76,13 @@ class StepObservers:
     def between_steps(self) -> bool:
         """Whether an observer took time that belongs to no step."""
         return any([observer.between_steps() for observer in self.observers])
+
+
+def phase_reporter(heartbeat: Heartbeat, observers: StepObservers, state: State) -> Callable[[str], None]:
+    """A function that reports the phase of the loop that begins, to the supervisor and to the observers."""
+
+    def report(phase: str) -> None:
+        heartbeat.now(phase, state.step)
+        observers.phase(phase)
+
+    return report

@@ -23,13 +23,14 @@ from weft.job.schema import Job
 from weft.planner.plan import Plan
 from weft.supervisor.attempt import NOT_CONNECTED, Attempt, read_attempt, started_job, started_plan
 from weft.supervisor.failure_report import write_failure
-from weft.supervisor.fork_server import NoFirstFork, serve
+from weft.supervisor.fork_server import NoFirstFork, await_run, serve
 from weft.supervisor.hang_cause import STACK_SIGNAL
 from weft.supervisor.heartbeat import BoardHeartbeat, Fenced
 from weft.supervisor.local_ranks import die_with_parent
 from weft.supervisor.memory_folder import write_file
 from weft.supervisor.process_name import set_process_name
 from weft.supervisor.status_board import StatusBoard
+from weft.training.compile_cache import set_compile_cache
 from weft.training.rank import (
     PROCESS_LIMIT,
     exit_code,
@@ -49,7 +50,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from weft.data.dataset import Dataset
-    from weft.training.session import Hook, Session
+    from weft.training.open_session import Hook
+    from weft.training.session import Session
     from weft.wire.tunnel import Tunnel
 
 POLL_S = 0.01
@@ -119,7 +121,7 @@ class SupervisedRank:
         from weft.supervisor.mesh_sockets import MeshSockets
         from weft.supervisor.process_group_internals import NCCL_ENVIRONMENT
         from weft.training.loop import fit_or_explain
-        from weft.training.session import open_session
+        from weft.training.open_session import open_session
         from weft.wire.tunnel import open_tunnel
 
         rank, position, sockets = attempt.rank_of(self.slot) or 0, "", MeshSockets()
@@ -146,8 +148,9 @@ class SupervisedRank:
             place = {"position": position, "groups": watch.members}
             write_file(self.folder / f"place-{rank}.json", json.dumps(place))
             session = open_session(
-                job, plan, self.run, heartbeat=self.heartbeat, mesh=mesh, dataset=self.dataset, hook=self.hook
-            )
+                job, plan, self.run, heartbeat=self.heartbeat, mesh=mesh, dataset=self.dataset, hook=self.hook,
+                began=attempt.began if attempt.number == 1 else None,
+            )  # fmt: skip
             session.snapshots.wanted = lambda: (self.board["safe"], self.board["target"])
             self._restore_run_totals(session, attempt)
             self._log(rank, f"ready to train after step {session.state.step}")
@@ -200,7 +203,9 @@ class SupervisedRank:
         session.first_step = self.board["first_step"] - 1
         session.began = attempt.began
         if attempt.number > 1:
-            session.save_if_due()
+            from weft.training.resume import save_if_due
+
+            save_if_due(session)
 
     def _is_attempt_over(self, error: BaseException) -> bool:
         """Whether an error only means that another rank is lost, so that this rank joins the next attempt."""
@@ -234,17 +239,25 @@ def end_fork_server(run: RunDir, why: str) -> NoReturn:
 
 def main(hook: Hook | None = None) -> int:
     die_with_parent()
-    run, folder = RunDir(Path(sys.argv[1])), Path(os.environ["WEFT_MEMORY"])
-    if "WEFT_FORK_SERVER" in os.environ:
+    if "WEFT_FORK_SERVER" not in os.environ:
+        run = RunDir(Path(sys.argv[1]))
+    else:
         set_process_name("weft-forkserver")
+        failure: BaseException | None = None
         try:
-            import_training(run)
+            import_training()
         except (ImportError, MemoryError, OSError) as error:
-            explain_import(run, error)
+            failure = error
+        if (path := await_run()) is None:
+            return 0
+        run = RunDir(path)
+        if failure is not None:
+            explain_import(run, failure)
+        set_compile_cache(run.compiled)
         from weft.comm.teardown import freeze_imports
         from weft.models.kernel_internals import hash_triton
 
-        if started_plan(folder).device == "cuda":
+        if started_plan(Path(os.environ["WEFT_MEMORY"])).device == "cuda":
             hash_triton()
         freeze_imports()
         try:
@@ -254,7 +267,7 @@ def main(hook: Hook | None = None) -> int:
         if not forked:
             return 0
         die_with_parent()
-    signals = Signals()
+    signals, folder = Signals(), Path(os.environ["WEFT_MEMORY"])
     set_process_name("weft-spare")
     stacks = (folder / f"stack-{os.getpid()}").open("w")
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)

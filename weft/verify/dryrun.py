@@ -131,7 +131,7 @@ def trace(
     of state."""
     with Tracer(_names(mesh), copied) as meter:
         state = build_state(job, plan, mesh)
-        state.scale.dynamic = False  # tensors have no values, so no step can overflow
+        state.scale.dynamic, state.scale.limit = False, None  # tensors have no values, so no step can overflow
         if isinstance(state.model, Pipelined):
             state.model.links.keep_sent = plan.backend != "nccl"
         state.optimizers.allocate()

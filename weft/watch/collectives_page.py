@@ -43,7 +43,7 @@ def figure(name: str, title: str, rows: list[Data], by: str) -> Figure:
             {"type": "scatter", "mode": "lines+markers", "name": label, "x": [r["bytes"] for r in some],
              "y": [r["busbw_gb_s"] for r in some], "line": {"color": COLOURS[i % len(COLOURS)], "width": 2},
              "hovertext": [f"{label}: {r['bytes']:,} bytes in {r['seconds'] * 1e6:,.1f} µs, {r['busbw_gb_s']:.3g} GB/s"
-                           for r in some], "hoverinfo": "text"}
+                           for r in some]}
         )  # fmt: skip
     layout = {
         "showlegend": True, "xaxis": {"type": "log", "title": {"text": "bytes"}},
@@ -61,4 +61,4 @@ def table(data: Data) -> str:
         for x in data["lines"]
     )
     head = "".join(f"<th>{h}</th>" for h in ("axis", "collective", "by", "dtype", "α µs", "β ns/byte", "bus GB/s"))
-    return section("Fits", f"<table><tr>{head}</tr>{cells}</table>")
+    return section("Fits", f'<div class="scroll"><table class="list"><tr>{head}</tr>{cells}</table></div>')

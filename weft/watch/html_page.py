@@ -12,8 +12,11 @@ from weft.job.errors import check_output_file, file_named
 from weft.watch.figures.figure import Figure
 from weft.watch.journal import to_plain
 
+DIGITS = 6
+"""Significant digits of the numbers in a page."""
 
-def _shell(title: str, body: str, plotly: str) -> str:
+
+def _shell(title: str, body: str) -> str:
     """The whole page around its body."""
     # the policy forbids all network requests
     return f"""<!doctype html>
@@ -31,7 +34,7 @@ style-src 'unsafe-inline'; img-src data: blob:; font-src data:">
 <main>
 {body}
 </main>
-<script>{plotly}</script>
+<script>{_beside("figures.js")}</script>
 <script>{_beside("report.js")}</script>
 </body>
 </html>
@@ -47,8 +50,8 @@ def card(figure: Figure, above: str = "") -> str:
         data = {"title": figure.title, "data": figure.data, "layout": figure.layout, "height": figure.height}
         width = f"max-width:{figure.max_width}px;" if figure.max_width else ""
         inner = f"""{caption}
-<div class="plot" id="{figure.id}" style="{width}min-height:{figure.height}px" role="img" \
-aria-label="{esc(figure.title)}"></div>
+<div class="frame" style="{width}"><div class="plot" id="{figure.id}" style="min-height:{figure.height}px" role="img" \
+aria-label="{esc(figure.title)}"></div></div>
 <script type="application/json" id="{figure.id}-data">{embed(data)}</script>
 <button type="button" data-figure="{figure.id}">Download the data (JSON)</button>"""
     return section(figure.title, above + inner)
@@ -61,14 +64,12 @@ def section(title: str, inner: str) -> str:
 
 def write_page(path: Path, title: str, body: str) -> Path:
     """Write a page with its figures; through a temporary file, so that a reader never sees half a page."""
-    from plotly.offline import get_plotlyjs
-
     check_output_file(path, "the page", "page.html")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with file_named(path):
-            temporary.write_text(_shell(title, body, get_plotlyjs()), encoding="utf-8", errors="replace")
+            temporary.write_text(_shell(title, body), encoding="utf-8", errors="replace")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -76,8 +77,16 @@ def write_page(path: Path, title: str, body: str) -> Path:
 
 
 def embed(value: Any) -> str:
-    """JSON for a script element, escaped so that no text can close the element."""
-    return json.dumps(to_plain(value), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    """JSON for a script element, escaped so that no text can close the element; numbers have DIGITS digits."""
+    return json.dumps(_rounded(to_plain(value)), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    return [_rounded(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def esc(text: object) -> str:

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from weft.job.errors import JobError
+from weft.planner.advice.why import TIME_WORDS
+from weft.planner.describe import blocks_text
+from weft.planner.number_format import seconds
 from weft.watch.figures.figure import Figure
 from weft.watch.figures.mesh import mesh_figure, pipeline_text
 from weft.watch.figures.pipeline import pipeline_card
@@ -19,10 +22,7 @@ COLOURS = (
 MAX_STAGES = 64
 LABELS = {
     "parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer", "activations": "activations",
-    "logits": "logits", "communication": "communication", "reserve": "context and fragments", "compute": "computing",
-    "tp": "tensor-parallel traffic", "cp": "context-parallel traffic", "ep": "expert traffic",
-    "pp_bubble": "pipeline bubble", "pp_send": "messages between stages", "dp": "gradient and weight traffic",
-    "host": "host", "waiting": "waiting for the slowest", "offload": "copies to the host", "data": "data",
+    "logits": "logits", "communication": "communication", "reserve": "context and fragments", **TIME_WORDS,
 }  # fmt: skip
 Data = dict[str, Any]
 
@@ -34,7 +34,11 @@ def write_plan_page(path: Path, data: Data) -> Path:
     name = str(data["job"].get("name", "plan"))
     drawn = [memory_figure(data), time_figure(data), front_figure(data), mesh_figure(data)]
     body = [_header(name, data), _keys(data), *(card(f) for f in drawn if f is not None)]
-    body += [pipeline_card(pipeline_text(data)), _list("Runner-ups", data.get("candidates") or []), _why(data)]
+    body += [
+        pipeline_card(pipeline_text(data)),
+        _list("Runner-ups", data.get("candidates") or [], data["job"]["model"]["layers"]),
+        _why(data),
+    ]
     return write_page(path, f"{name}: plan", "\n".join(body))
 
 
@@ -81,17 +85,15 @@ def memory_figure(data: Data) -> Figure | None:
     traces: list[Data] = [
         {"type": "bar", "name": LABELS.get(part, part), "x": names, "y": [s.get(part, 0.0) for s in shown],
          "marker": {"color": COLOURS[i % len(COLOURS)]},
-         "hovertemplate": "%{x}: %{y:.2f} GiB<extra>%{fullData.name}</extra>"}
+         "hovertext": [f"{LABELS.get(part, part)}: {s.get(part, 0.0):.2f} GiB" for s in shown]}
         for i, part in enumerate(parts)
     ]  # fmt: skip
     limit = estimate["memory_limit_gib"]
     layout = {
         "barmode": "stack", "showlegend": True, "yaxis": {"title": {"text": "GiB"}, "rangemode": "tozero"},
-        "bargap": 0.25 if len(names) > 1 else 0.8,
         "shapes": [{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": limit, "y1": limit,
                     "line": {"color": "@text", "width": 2, "dash": "dash"}}],
-        "annotations": [{"text": f"{data['device_name']}: {limit:.1f} GiB", "xref": "paper", "x": 1, "xanchor": "right",
-                         "y": limit, "yanchor": "bottom", "showarrow": False}],
+        "annotations": [{"text": f"{data['device_name']}: {limit:.1f} GiB", "y": limit}],
     }  # fmt: skip
     more = f"The first {MAX_STAGES} of {len(stages)} stages." if len(stages) > MAX_STAGES else ""
     return Figure("memory", "Memory of one rank", more, traces, layout, height=340)
@@ -106,7 +108,7 @@ def time_figure(data: Data) -> Figure | None:
     traces: list[Data] = [
         {"type": "bar", "orientation": "h", "name": LABELS.get(k, k), "x": [v], "y": ["a step"],
          "marker": {"color": COLOURS[i % len(COLOURS)]}, "text": [f"{100 * v / estimate['step_time_s']:.0f} %"],
-         "textposition": "inside", "hovertemplate": "%{x:.4g} s<extra>%{fullData.name}</extra>"}
+         "hovertext": [f"{LABELS.get(k, k)}: {v:.4g} s"]}
         for i, (v, k) in enumerate(parts)
     ]  # fmt: skip
     layout = {"barmode": "stack", "showlegend": True, "xaxis": {"title": {"text": "seconds that nothing hides"}}}
@@ -128,8 +130,7 @@ def front_figure(data: Data) -> Figure | None:
             {"type": "scatter", "mode": "markers", "name": f"{world} ranks",
              "x": [p["effective_step_time_s"] for p in some], "y": [p["peak_memory_gib"] for p in some],
              "marker": {"color": COLOURS[i], "size": [8 + 16 * p[by] / most for p in some], "opacity": 0.8},
-             "hovertext": [_hover(p, by, unit) for p in some],
-             "hoverinfo": "text"}
+             "hovertext": [_hover(p, by, unit) for p in some]}
         )  # fmt: skip
     layout = {
         "showlegend": True, "xaxis": {"title": {"text": "seconds a step, failures counted in"}},
@@ -141,19 +142,20 @@ def front_figure(data: Data) -> Figure | None:
 
 def _hover(point: Data, by: str, unit: str) -> str:
     took = f"{point['effective_step_time_s']:.4g} s, {point['peak_memory_gib']:.1f} GiB"
-    return f"<b>{esc(point['layout'])}</b><br>{took}<br>{point[by]:,.0f} {unit}, {point['energy_kwh']:,.0f} kWh"
+    return f"{point['layout']}\n{took}\n{point[by]:,.0f} {unit}, {point['energy_kwh']:,.0f} kWh"
 
 
-def _list(title: str, rows: list[Data]) -> str:
+def _list(title: str, rows: list[Data], layers: int) -> str:
     if not rows:
         return ""
     lines = "".join(
-        f'<tr><td class="any">{esc(r["layout"])}, microbatch {r["microbatch"]}, recompute {esc(r["recompute"])}</td>'
-        f'<td class="n">{r["effective_step_time_s"]:.4g}</td><td class="n">{r["peak_memory_gib"]:.1f}</td>'
+        f'<tr><td class="any">{esc(r["layout"])}, microbatch {r["microbatch"]}, '
+        f"recompute {esc(blocks_text(r['recompute'], layers))}</td>"
+        f'<td class="n">{seconds(r["step_time_s"])}</td><td class="n">{r["peak_memory_gib"]:.1f}</td>'
         f'<td style="min-width:16rem;white-space:normal">{esc(r["lacks"])}</td></tr>'
         for r in rows
     )
-    head = '<th>layout</th><th class="n">s a step</th><th class="n">GiB</th><th>disadvantage</th>'
+    head = '<th>layout</th><th class="n">step</th><th class="n">GiB</th><th>disadvantage</th>'
     return section(title, f'<div class="scroll"><table class="list"><tr>{head}</tr>{lines}</table></div>')
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,13 +11,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from weft.watch.figures.figure import number, unit_of
+from weft.watch.live_block import LiveBlock, draws_blocks
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-    from rich.live import Live
 
 SMOOTHING = 0.1
 REFRESH_S = 0.1
+GAP = 3
+"""Spaces between figures."""
 LIVE_STEPS = 10
 """Steps over which a live display averages."""
 RATES = {"tokens": "tok/s", "samples": "samples/s"}
@@ -30,15 +31,16 @@ class Progress:
 
     def __init__(
         self, total_steps: int, start_step: int, every: int, console: Console | None = None, plain: bool | None = None,
-        silent: bool = False,
+        silent: bool = False, epochs: float | None = None,
     ) -> None:  # fmt: skip
-        """`silent` shows nothing; for ranks other than 0."""
+        """`silent` shows nothing; for ranks other than 0. `epochs`: those of the run, which are then shown too."""
         self.total = total_steps
         self.start = start_step
+        self._epochs = epochs
         self.every = max(1, every)
         self._console = console
         self._plain = silent or (plain if plain is not None else not _is_terminal(console))
-        self._live: Live | None = None
+        self._block: LiveBlock | None = None
         self._step = start_step
         self._record: dict[str, Any] = {}
         self._val_loss: float | None = None
@@ -54,24 +56,23 @@ class Progress:
         self._seen = time.monotonic()
         if not self._plain:
             from rich.console import Console
-            from rich.live import Live
 
-            self._console = self._console or Console(stderr=True)
-            # no refresh thread: the run forks processes
-            self._live = Live(self._display(), console=self._console, auto_refresh=False)
-            self._live.start(refresh=True)
+            self._console = self._console or Console(file=sys.stderr)
+            self._block = LiveBlock(self._console)
+            self._block.open()
+            self._draw()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._live is not None:
+        if self._block is not None:
             self._draw()
             try:
-                self._live.stop()
+                self._block.close()
             except (OSError, ValueError):
                 self._mute = True
-            self._live = None
+            self._block = None
         elif self._printed != self._step:
             self._print(self.line())
 
@@ -89,7 +90,7 @@ class Progress:
             old = self._step_time
             self._step_time = took if old is None else old + SMOOTHING * (took - old)
         self._interval.append((max(0.0, took or 0.0), number(record.get("tokens_per_s")), number(record.get("mfu"))))
-        if self._live is not None:
+        if self._block is not None:
             if now - self._drawn >= REFRESH_S or self._step >= self.total:
                 self._draw()
         elif self._plain and (self._step % self.every == 0 or self._step >= self.total):
@@ -99,11 +100,11 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Print a separate line, above the bar."""
-        if self._live is None:
+        if self._block is None:
             self._print(text)
             return
         try:
-            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._block.above(text)
         except (OSError, ValueError):
             self._mute = True
 
@@ -118,9 +119,11 @@ class Progress:
     def _figures(self) -> list[tuple[str, str]]:
         get = {k: number(v) for k, v in self._record.items()}
         rate, mfu = self._mean(1), self._mean(2)
+        epoch = get.get("epoch") if self._epochs else None
         shown = [
+            ("epoch", f"{epoch:.2f}/{self._epochs:.4g}" if epoch is not None else ""),
             ("loss", _as(get.get("loss"), ".3f")),
-            ("val", _as(get.get("val_loss") if self._live is None else self._val_loss, ".3f")),
+            ("val", _as(get.get("val_loss") if self._block is None else self._val_loss, ".3f")),
             ("grad", _as(get.get("grad_norm"), ".2f")),
             ("lr", _as(get.get("lr"), ".1e")),
             ("", f"{human(rate)} {RATES[unit_of([self._record])]}" if rate is not None else ""),
@@ -131,7 +134,7 @@ class Progress:
         ]
         loss = self._record.get("loss")
         if isinstance(loss, float) and not math.isfinite(loss):
-            shown[0] = ("loss", str(loss))
+            shown[1] = ("loss", str(loss))
         left = self.eta()
         if left is not None and self._step < self.total:
             shown.append(("eta", duration(left)))
@@ -154,11 +157,11 @@ class Progress:
             self._mute = True
 
     def _draw(self) -> None:
-        if self._mute or self._live is None:
+        if self._mute or self._block is None:
             return
         self._drawn = time.monotonic()
         try:
-            self._live.update(self._display(), refresh=True)
+            self._block.draw(self._display())
             self._interval = self._interval[-LIVE_STEPS:]
         except (OSError, ValueError):
             self._mute = True
@@ -178,10 +181,18 @@ class Progress:
             ProgressBar(total=max(1, self.total), completed=done if self.total else 1),
             Text(f"step {self._step}/{self.total}  {share}"),
         )
-        figures = Text(overflow="fold")
+        figures, used = Text(), 0
+        width = self._console.width if self._console is not None else 80
         for name, text in self._figures():
+            length = len(text) + (len(name) + 1 if name else 0)
+            if used and used + GAP + length > width:  # a name stays with its value
+                figures.append("\n")
+                used = 0
+            elif used:
+                figures.append(" " * GAP)
+            used += length + (GAP if used else 0)
             figures.append(f"{name} " if name else "", style="dim")
-            figures.append(f"{text}   ", style="bold" if name in ("loss", "val") else "")
+            figures.append(text, style="bold" if name in ("loss", "val") else "")
         return Group(bar, figures)
 
 
@@ -227,10 +238,7 @@ def duration(s: float | None) -> str:
 def _is_terminal(console: Console | None) -> bool:
     if console is not None:
         return console.is_terminal and not console.is_dumb_terminal
-    try:
-        return sys.stderr.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
-    except (AttributeError, ValueError):
-        return False
+    return draws_blocks(sys.stderr)
 
 
 def _first(value: Any, otherwise: float | None) -> float | None:

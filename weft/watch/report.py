@@ -11,6 +11,7 @@ import yaml
 
 from weft.hardware.catalog import safe_load
 from weft.job.files.run_folder import RunDir
+from weft.watch.figure_text import event_text, figure_text, name_of
 from weft.watch.figures.experts import expert_figure
 from weft.watch.figures.figure import Figure, Record, number
 from weft.watch.figures.mesh import mesh_figure
@@ -21,15 +22,9 @@ from weft.watch.figures.steps import figures, predictions
 from weft.watch.html_page import card, esc, section, write_page
 from weft.watch.journal import read_jsonl, read_metrics, to_plain
 from weft.watch.report_summary import Status, describe_layout, key_figures, measured, started, status_of
+from weft.watch.secret_values import shown_job
 
 HEAD_EVENTS, TAIL_EVENTS = 40, 160
-# labels of the plan's figures; others keep their own names
-_LABELS = {
-    "memory_gib": "peak memory of one device, GiB",
-    "step_time_s": "step time, s",
-    "tokens_per_s": "tokens per second",
-    "mfu": "model FLOPs utilisation",
-}
 
 
 def write_report(run: RunDir) -> Path:
@@ -51,7 +46,7 @@ def write_report(run: RunDir) -> Path:
             _mesh(plan),
             _slices(_json(run.slices)),
             _events(events),
-            _source(job, plan),
+            _source(shown_job(job), plan),
         ]
     )
     return write_page(run.report, name, body)
@@ -97,11 +92,12 @@ def _profile(text: str) -> str:
 def _predicted(records: Sequence[Record], plan: Record) -> str:
     rows = []
     for key, expected in predictions(plan).items():
-        found = measured(key, records)
-        ratio = f"{found / expected:.2f}×" if found is not None and expected else "–"
+        value = measured(key, records)
+        ratio = f"{value / expected:.2f}×" if value is not None and expected else "–"
         rows.append(
-            f'<tr><td class="any">{esc(_LABELS.get(key, key))}</td><td class="n">{expected:,.4g}</td>'
-            f'<td class="n">{"–" if found is None else f"{found:,.4g}"}</td><td class="n">{ratio}</td></tr>'
+            f'<tr><td class="any">{esc(name_of(key))}</td><td class="n">{esc(figure_text(key, expected))}</td>'
+            f'<td class="n">{"–" if value is None else esc(figure_text(key, value))}</td>'
+            f'<td class="n">{ratio}</td></tr>'
         )
     if not rows:
         return ""
@@ -169,18 +165,22 @@ def _events(events: Sequence[Record]) -> str:
     shown = events if left <= 0 else [*events[:HEAD_EVENTS], *events[-TAIL_EVENTS:]]
     rows = []
     for event in shown:
-        rest = "; ".join(f"{k} {_value(v)}" for k, v in event.items() if k not in ("time", "event", "step"))
         time = str(event.get("time") or "–")[:19].replace("T", " ")
         step = number(event.get("step"))
         rows.append(
-            f'<tr><td class="t">{esc(time)}</td><td class="t">{esc(str(event.get("event", "–")))}</td>'
-            f'<td class="n">{"–" if step is None else f"{step:,.0f}"}</td><td class="any">{esc(rest)}</td></tr>'
+            f'<tr class="event"><td class="t">{esc(time)}</td><td class="t kind">{esc(_kind(event))}</td>'
+            f'<td class="n">{"" if step is None else f"{step:,.0f}"}</td>'
+            f'<td class="any">{esc(event_text(event))}</td></tr>'
         )
     note = f'<p class="caption">{left} events in the middle are left out.</p>' if left > 0 else ""
     inner = f"""{note}
-<div class="scroll"><table class="list"><tr><th>time (UTC)</th><th>event</th><th class="n">step</th><th>details</th>\
-</tr>{"".join(rows)}</table></div>"""
+<table class="list events"><tr><th>time (UTC)</th><th>event</th><th class="n">step</th><th>details</th></tr>\
+{"".join(rows)}</table>"""
     return section("Events", inner)
+
+
+def _kind(event: Record) -> str:
+    return str(event.get("event", "–")).replace("_", " ")
 
 
 def _source(job: str, plan: Record) -> str:
@@ -192,8 +192,6 @@ def _source(job: str, plan: Record) -> str:
 
 
 def _value(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
     return value if isinstance(value, str) else json.dumps(to_plain(value), ensure_ascii=False)
 
 

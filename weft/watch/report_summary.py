@@ -182,7 +182,7 @@ def _energy(records: Sequence[Record], plan: Record) -> list[tuple[str, str, str
     shown = f"{kwh:.3g} kWh" if kwh >= 0.1 else f"{1000 * kwh:.3g} Wh"
     found = [("Energy", shown, ", ".join(filter(None, [how, *more])))]
     if last["tokens_per_joule"] is not None:
-        found.append((f"{unit_of(records).capitalize()} per joule", f"{last['tokens_per_joule']:.3g}", how))
+        found.append((f"{unit_of(records).capitalize()} per joule", human(last["tokens_per_joule"]), how))
     return found
 
 

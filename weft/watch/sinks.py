@@ -37,7 +37,3 @@ class SinkKind:
 
 
 SINKS: Registry[SinkKind] = Registry("watch", __name__)
-
-SINKS.register(
-    SinkKind("prometheus", lambda job: job.watch.prometheus is not None, "weft.watch.prometheus:prometheus_sinks")
-)

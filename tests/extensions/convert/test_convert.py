@@ -329,6 +329,22 @@ def test_a_setting_that_is_left_out_is_that_librarys_default(case: str, tmp_path
     assert not different
 
 
+@pytest.mark.parametrize(
+    ("begin", "add", "use"),
+    [
+        ("A=()", "A+=(--new-{0} {0})", '"${A[@]}"'), ("A=''", 'A="$A --new-{0} {0}"', "$A"),
+        ('A="--lr 1"', 'A="${{A}} --new-{0} {0}"', "$A"), ("A=", 'A+=" --new-{0} {0}"', "$A"),
+    ],
+)  # fmt: skip
+def test_arguments_that_a_script_collects_in_a_variable(begin: str, add: str, use: str, tmp_path: Path) -> None:
+    file = tmp_path / "train.sh"
+    added = [add.format(i) for i in range(300)]
+    file.write_text("\n".join([begin, *added, f"torchrun pretrain_gpt.py --num-layers 2 {use}"]))
+    settings = {s.key: s.value for s in convert(str(file), source="megatron").settings}
+    assert [settings[f"new-{i}"] for i in range(300)] == [str(i) for i in range(300)]
+    assert settings["num-layers"] == "2"
+
+
 def test_defaults_that_are_no_setting(tmp_path: Path) -> None:
     """Megatron evaluates only with --eval-interval, and axolotl has no learning rate of its own."""
     file = tmp_path / "config"
@@ -338,6 +354,23 @@ def test_defaults_that_are_no_setting(tmp_path: Path) -> None:
         ("deepspeed", '{"optimizer": {"type": "SGD"}}', {"optim.momentum": 0.0, "optim.lr": 0.001}),
         ("axolotl", "base_model: a/b\noptimizer: sgd\n", {"optim.momentum": 0.0, "precision": "auto"}),
         ("axolotl", "base_model: a/b\nbf16: false\n", {"precision": "fp32", "checkpoint.keep": 4}),
+        ("megatron", "--num-layers 2 --save-interval 10", {"checkpoint.keep": 10**6}),
+        (
+            "megatron",
+            "--num-layers 2 --save-interval 10 --save-retain-interval 100",
+            {"checkpoint.keep": 1, "checkpoint.keep_every": 100},
+        ),
+        ("megatron", "--num-layers 2 --save-interval 10 --most-recent-k 2", {"checkpoint.keep": 2}),
+        ("llamafactory", "model_name_or_path: a/b\n", {"checkpoint.keep": 10**6}),
+        ("llamafactory", "model_name_or_path: a/b\nsave_total_limit: null\n", {"checkpoint.keep": 10**6}),
+        ("llamafactory", "model_name_or_path: a/b\nsave_total_limit: 2\n", {"checkpoint.keep": 2}),
+        ("llamafactory-v1", "model: a/b\nmodel_class: llm\n", {"checkpoint.keep": 10**6}),
+        ("axolotl", "base_model: a/b\nsave_total_limit: 0\n", {"checkpoint.keep": 10**6}),
+        (
+            "torchtitan",
+            "[model]\nname = 'llama3'\nflavor = '8B'\n[checkpoint]\nkeep_latest_k = 0\n",
+            {"checkpoint.keep": 10**6},
+        ),
         ("llamafactory", "model_name_or_path: a/b\nlora_rank: 4\n", {"model.lora.rank": 4, "model.lora.alpha": 8}),
         ("llamafactory", "model_name_or_path: a/b\nfinetuning_type: full\n", {"memory.recompute": "full"}),
         ("llamafactory", "model_name_or_path: a/b\ntrain_on_prompt: true\n", {"data.answers_only": False}),

@@ -16,16 +16,19 @@ IMAGE = """chart => document.querySelector(`[data-chart="${chart}"] canvas`).toD
 
 
 @contextlib.contextmanager
-def opened(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
-    """A page that may not report an error, open a dialog, or send a request elsewhere."""
+def opened(browser: Browser, url: str, script: str = "", **options: Any) -> Iterator[Page]:
+    """A page that may not report an error, open a dialog, or send a request elsewhere; `script` runs before its own."""
     problems: list[str] = []
     with browser.new_context(**options) as context:
         context.set_default_timeout(120_000)
+        context.add_init_script(script)
         page = context.new_page()
         page.on("console", lambda m: problems.append(m.text) if m.type in ("error", "warning") else None)
         page.on("pageerror", lambda e: problems.append(str(e)))
         page.on("dialog", lambda d: (problems.append("a dialog"), d.dismiss()))
-        page.on("request", lambda r: None if r.url.startswith((url, "data:")) else problems.append(r.url))
+        page.on(
+            "request", lambda r: None if r.url.startswith((url.partition("#")[0], "data:")) else problems.append(r.url)
+        )
         page.goto(url)
         page.wait_for_selector("body[data-ready]")
         yield page
@@ -35,8 +38,9 @@ def opened(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
 def record(step: int, ranks: int = 4) -> dict[str, Any]:
     busy = [0.1 + (0.06 if r == 2 else 0.001 * r) for r in range(ranks)]
     return {
-        "step": step, "wall_time": 1.7e9 + step, "loss": 5.0 / step, "grad_norm": 1.0, "lr": 1e-3, "tokens": 64 * step,
-        "step_time_s": 0.2, "tokens_per_s": 320.0, "mfu": 0.4, "peak_memory_gib": 1.0, "gpu_power_w": 300.0 + step,
+        "step": step, "wall_time": 1.7e9 + step, "loss": 5.0 / step, "grad_norm": 1 + 1 / step, "lr": 1e-3 * step,
+        "tokens": 64 * step, "step_time_s": 0.2 + step / 1000, "tokens_per_s": 320.0 + step, "mfu": 0.4 + step / 1000,
+        "peak_memory_gib": 1.0, "gpu_power_w": 300.0 + step,
         "ranks": {"busy_s": busy, "data_s": [0.0] * ranks, "wait_s": {"tp": [0.02] * ranks},
                   "memory_gib": [1.0] * ranks},
     }  # fmt: skip
@@ -57,7 +61,7 @@ def test_a_live_run_a_fault_and_a_second_run(
             step_tile = page.locator(".tile dd").first
             expect(step_tile).to_contain_text("10")
             expect(page.locator(".chip.live")).to_have_text("Running")
-            for title in ("Loss", "Throughput", "Step time", "Gradient norm", "Learning rate", "Power: Gpu power w"):
+            for title in ("Loss", "Throughput", "Step time", "Gradient norm", "Learning rate", "GPU power"):
                 expect(page.locator(".card h2").filter(has_text=title).first).to_be_attached()
             before = page.evaluate(IMAGE, "loss")
             # the curve moves by itself
@@ -105,6 +109,64 @@ def test_a_live_run_a_fault_and_a_second_run(
             page.keyboard.type("NEW")
             expect(page.locator(".log mark")).to_have_text("new")
             expect(page.locator(".log")).not_to_contain_text("first line")
+
+
+DRAWN = """
+window.texts = new Set(); window.dots = [];
+const canvas = CanvasRenderingContext2D.prototype, { fillText, arc } = canvas;
+canvas.fillText = function (text, ...at) { texts.add(text); return fillText.call(this, text, ...at); };
+canvas.arc = function (x, ...more) { dots.push([x, this.fillStyle]); return arc.call(this, x, ...more); };
+"""
+
+
+def test_axes_have_titles_faults_are_on_top_and_steady_figures_are_folded(
+    tmp_path: Path, browser: Browser, dashboard: Callable[..., Any]
+) -> None:
+    run = RunDir(tmp_path / "one")
+    with Journal(run) as journal, dashboard(tmp_path) as url:
+        journal.event("start", step=0)
+        for step in range(1, 21):
+            journal.metrics({**record(step), "grad_norm": 1.0})
+        journal.event("fault", fault="kill", step=10, why="rank 1 was killed")
+        journal.event("recovered", fault="kill", step=10, how="disk")
+        with opened(browser, url, script=DRAWN, viewport={"width": 1300, "height": 2600}) as page:
+            wanted = ["loss", "step", "seconds", "share of the peak", "W"]
+            page.wait_for_function("wanted => wanted.every((text) => texts.has(text))", arg=wanted)
+            dots = page.evaluate("dots.slice(-2)")
+            assert dots[0][0] == dots[1][0] and dots[1][1] == "#b3261e", "the fault is drawn over its recovery"
+            expect(page.locator("#steady summary")).to_contain_text("figures that do not change")
+            page.locator("#steady summary").click()
+            expect(page.locator("#steady tr").filter(has_text="Gradient norm")).to_contain_text("1")
+            assert page.locator('[data-chart="grad"]').count() == 0
+            page.keyboard.press("x")
+            page.wait_for_function("texts.has('tokens')")
+
+
+def test_the_page_waits_for_the_first_run(
+    tmp_path: Path, browser: Browser, dashboard: Callable[..., Any], make_run: Callable[..., RunDir]
+) -> None:
+    with dashboard(tmp_path / "runs") as url, opened(browser, url) as page:
+        expect(page.locator(".empty")).to_contain_text("No run here yet")
+        expect(page.locator(".empty")).to_contain_text(str(tmp_path / "runs"))
+        make_run(tmp_path / "runs" / "first", steps=20)
+        expect(page.locator("h1")).to_have_text("first")
+        expect(page.locator('[data-chart="loss"] canvas')).to_be_attached()
+
+
+def test_a_pipeline_of_many_microbatches_scrolls_in_its_card(
+    tmp_path: Path, browser: Browser, dashboard: Callable[..., Any], make_run: Callable[..., RunDir]
+) -> None:
+    run = make_run(tmp_path / "one", steps=20)
+    spans = [[r, "FB"[i % 2], r, i // 2, i + r / 8, i + 1 + r / 8] for r in range(4) for i in range(256)]
+    (run.path / "pipeline.json").write_text(json.dumps({"schedule": "1f1b", "measured": {"spans": spans}}))
+    with (
+        dashboard(tmp_path) as url,
+        opened(browser, url + "/#tab=plan", script=DRAWN, viewport={"width": 400, "height": 740}) as page,
+    ):
+        expect(page.locator("canvas.gantt")).to_be_attached()
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert page.evaluate("document.querySelector('canvas.gantt').clientWidth") > 4000
+        assert page.evaluate("['0', '64', '127', 'rank 3'].every((text) => texts.has(text))")
 
 
 def test_hostile_text_on_every_view(

@@ -19,6 +19,7 @@ from weft.extensions.dash.serve import is_loopback, serve
 from weft.extensions.dash.terminal_view import render
 from weft.job.errors import MachineError
 from weft.job.files.run_folder import RunDir
+from weft.job.load import dump_yaml, load_job
 from weft.watch.journal import Journal
 from weft.watch.runs.run_catalog import RunCatalog, RunEntry
 
@@ -61,10 +62,33 @@ def test_documented_json(tmp_path: Path, make_run: Callable[..., RunDir], dashbo
         events = get(f"{url}/api/runs/two/events")["events"]
         assert [e["event"] for e in events][:2] == ["start", "eval"] and events[1]["val_loss"] == 5.61
         plan = get(f"{url}/api/runs/two/plan")
+        assert plan["settings"] == {
+            "precision": "bf16", "zero": "3", "microbatch": "4", "accumulation": "2"
+        }, "settings without effect are not listed"  # fmt: skip
+        assert [f["text"] for f in plan["figures"]] == ["368.6 MiB", "0.25 s", "8.2k"]
         assert plan["axes"]["tp"] == 2 and len(plan["ranks"]) == 4 and plan["ranks"][0]["blocks"] == "0–3"
         assert status(f"{url}/api/runs/three/metrics") == 404
         assert status(f"{url}/api/runs/two/metrics?from=-1") == status(f"{url}/api/runs/two/metrics?points=x") == 400
         assert status(f"{url}/api/runs", method="POST") == status(f"{url}/api/runs", method="DELETE") == 405
+
+
+def test_the_command_starts_before_the_first_run(tmp_path: Path, in_process: Callable[..., Any]) -> None:
+    out = in_process(tmp_path, "dash", "--json")
+    assert out.code == 0 and json.loads(out.out)["runs"] == []
+    assert "runs does not exist yet: its runs appear when weft train makes it" in out.err
+    (tmp_path / "file").write_text("")
+    wrong = in_process(tmp_path, "dash", "file", "--json")
+    assert wrong.code == 2 and "file is not a folder" in wrong.err
+
+
+def test_a_job_is_shown_without_nulls(
+    tmp_path: Path, make_run: Callable[..., RunDir], dashboard: Callable[..., Any]
+) -> None:
+    run = make_run(tmp_path / "one", steps=3)
+    run.job.write_text(dump_yaml(load_job("tiny")))
+    with dashboard(tmp_path) as url:
+        job = get(f"{url}/api/runs/one/plan")["job"]
+    assert "null" not in job and "name: tiny" in job and "lr: 0.003" in job
 
 
 @pytest.mark.parametrize(

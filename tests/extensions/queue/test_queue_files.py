@@ -83,6 +83,45 @@ def test_forged_priority_and_age_are_bounded(queue: QueueFolder) -> None:
         os.close(handle)
 
 
+def test_forged_use_is_bounded(queue: QueueFolder) -> None:
+    shared = QueueFolder.create(queue.path, replace(queue.settings, min_share=0.5))
+    later = time.time() + 3600
+    handles = [waiting(queue, "honest", 4001, request=Request(gpus=1))]
+    for name, uid, request in (("forged", 4002, Request()), ("tiny", 4003, Request(gpus=1, share=0.001))):
+        handles.append(waiting(queue, name, uid, state="held", since=later, gpus=("GPU-0",), request=request))
+    with queue.locked():
+        used = shared.read(later).usage
+        assert used[4001] == 0.0
+        assert used[4002] == pytest.approx(3600, rel=0.01) and used[4003] == pytest.approx(1800, rel=0.01)
+        queue.write(replace(shared.read(later).live[0], since=later))  # later than was seen before
+        os.chown(queue.claims / "forged.json", 4002, -1)
+        assert shared.read(later).usage[4002] == pytest.approx(3600, rel=0.01)
+    for handle in handles:
+        os.close(handle)
+
+
+def test_past_use_that_its_user_deletes_is_remembered(queue: QueueFolder) -> None:
+    handle, now = waiting(queue, "forged", 4002), time.time()
+    past = queue.usage / "4002.json"
+    past.write_text(json.dumps({"seconds": 1000.0, "at": now, "merged": []}))
+    os.chown(past, 4002, -1)
+    with queue.locked():
+        assert queue.read(now).usage == {4002: 1000.0}
+        past.unlink()
+        half_life_s = queue.settings.half_life_hours * 3600
+        assert queue.read(now + half_life_s).usage == {4002: pytest.approx(500.0)}
+    os.close(handle)
+
+
+def test_the_end_of_a_claim_cannot_be_dated_back(queue: QueueFolder) -> None:
+    now = time.time()
+    handle = waiting(queue, "ended", os.geteuid(), state="held", since=now - 100, cores=(0, 1))
+    os.utime(queue.lock_path("ended"), (0, 0))
+    os.close(handle)
+    with queue.locked():
+        assert queue.read(now).usage == {os.geteuid(): pytest.approx(100.0, rel=0.01)}
+
+
 def test_a_grant_that_is_not_taken_lapses(queue: QueueFolder) -> None:
     handles = [waiting(queue, name, uid) for name, uid in (("first", 4001), ("second", 4002), ("third", 4003))]
     granted, now = [], time.time()

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from weft.data.sample_order import Calendar
 from weft.extensions.server.chief import Chief, _serve, connect_shard
 from weft.extensions.server.client_samples import sample_clients, sample_labels, split_by_label
 from weft.extensions.server.connections import Connections, Peer
@@ -60,7 +61,12 @@ def server_of(
         master_params, lambda held: build_optimizers(job.optim, held, lambda _: False), folder, "shard-0-of-1"
     )
     records = RunRecords(
-        job, plan, Journal(RunDir(folder)), Progress(steps, 0, 10, silent=True), logging.getLogger("weft")
+        job,
+        plan,
+        Journal(RunDir(folder)),
+        Progress(steps, 0, 10, silent=True),
+        logging.getLogger("weft"),
+        Calendar(job.train.steps, 1, job.train.ramp),
     )
     coordinator = ParameterServer(job, shares, shard, records, connect)
     if begin:
@@ -261,7 +267,12 @@ def rounds_of(folder: Path, name: str, examples: list[int], **sync: Any) -> tupl
         master_params, lambda held: build_optimizers(job.optim, held, lambda _: False), folder, "shard-0-of-1"
     )
     records = RunRecords(
-        job, plan, Journal(RunDir(folder)), Progress(20, 0, 10, silent=True), logging.getLogger("weft")
+        job,
+        plan,
+        Journal(RunDir(folder)),
+        Progress(20, 0, 10, silent=True),
+        logging.getLogger("weft"),
+        Calendar(job.train.steps, 1, job.train.ramp),
     )
     coordinator = FederatedAveraging(job, examples, shard, records, b"secret")
     coordinator.begin({}, {"step": 0, "tokens": 0, "offset": 0})

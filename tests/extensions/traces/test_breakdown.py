@@ -131,6 +131,7 @@ def test_the_perfetto_ui_shows_a_trace(tmp_path: Path) -> None:
         for title in ("rank 0 (dp_shard0)", "rank 1 (dp_shard1)"):
             expect(page.get_by_text(title).first).to_be_visible(timeout=120_000)
         assert page.get_by_text("Data-loss").count() == 0
+        assert page.get_by_text("cookies").count() == 0, "nothing is sent that a banner would be about"
         browser.close()
         server.shutdown()
     assert all(url.startswith((address, "blob:", "data:")) for url in answered)

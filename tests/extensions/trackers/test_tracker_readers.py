@@ -37,13 +37,44 @@ def test_tensorboard(run: RunDir, in_process: Callable[..., Any]) -> None:
     assert out.code == 0 and json.loads(out.out)["steps"] == 12
     found = EventAccumulator(str(run.path / "tensorboard"))
     found.Reload()
-    assert [s.step for s in found.Scalars("loss")] == STEPS
-    assert [s.value for s in found.Scalars("loss")] == pytest.approx(losses(run), rel=1e-6)
+    assert [s.step for s in found.Scalars("train/loss")] == STEPS
+    assert [s.value for s in found.Scalars("train/loss")] == pytest.approx(losses(run), rel=1e-6)
     texts = found.Tags()["tensors"]
     assert "job/text_summary" in texts and "plan/text_summary" in texts and "events/fault/text_summary" in texts
     assert b"secret.example" not in found.Tensors("job/text_summary")[0].tensor_proto.string_val[0]
     again = in_process(run.path.parent.parent, "export", "run", "--to", "tensorboard")
     assert again.code == 2 and "its curves would be doubled" in again.err
+
+
+RECORD = {
+    "step": 3, "wall_time": 1.7e9, "loss": 2.0, "loss/colour": 1.0, "val_loss": 2.1, "val_accuracy": 0.5, "lr": 1e-3,
+    "grad_norm": 1.0, "tokens": 64, "step_time_s": 0.2, "tokens_per_s": 320.0, "mfu": 0.4, "peak_memory_gib": 1.0,
+    "unit": "samples", "rewards": 0.7, "experts": {"max_over_mean": 1.5}, "comm_gb_per_s": {"tp": 2.0}, "power_w": 9.0,
+    "ranks": {"busy_s": [0.1, 0.3], "wait_s": {"tp": [0.0, 0.2]}},
+}  # fmt: skip
+MAIN = {
+    "train/loss", "train/loss/colour", "val/loss", "val/accuracy", "train/lr", "train/grad_norm", "train/rewards",
+    "system/step_time_s", "system/tokens_per_s", "system/mfu", "system/peak_memory_gib",
+}  # fmt: skip
+DETAILS = {
+    "train/tokens", "train/experts/max_over_mean", "system/comm_gb_per_s/tp", "system/power_w", "system/ranks/busy_s",
+    "system/ranks/busy_s/max", "system/ranks/wait_s/tp", "system/ranks/wait_s/tp/max",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "tags"), [("main", MAIN), ("all", MAIN | DETAILS)])
+def test_metrics_are_grouped_and_few_unless_all_are_asked_for(run: RunDir, field: str, tags: set[str]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    job = load_job("tiny", [f"watch.tracker_metrics={field}"])
+    sink = TrackerSink(run, job, "tensorboard", {"own": {"folder": str(run.path / field)}})
+    sink.path = None
+    sink.feed([RECORD], [])
+    sink.finish(ended=True)
+    found = EventAccumulator(str(run.path / field))
+    found.Reload()
+    assert set(found.Tags()["scalars"]) == tags
+    assert found.Scalars("val/loss")[0].value == pytest.approx(2.1)
 
 
 def wandb_records(data: bytes) -> Iterator[bytes]:
@@ -77,7 +108,7 @@ def test_wandb_offline(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     steps, kinds = [], set()
     for record in records():
         kinds.add(record.WhichOneof("record_type"))
-        steps += [json.loads(i.value_json) for i in record.history.item if "loss" in (i.key, *i.nested_key)]
+        steps += [json.loads(i.value_json) for i in record.history.item if "train/loss" in (i.key, *i.nested_key)]
     assert steps == pytest.approx(losses(run))
     assert {"run", "history", "alert", "artifact", "exit"} <= kinds
 
@@ -95,7 +126,7 @@ def test_mlflow_continues_one_run(run: RunDir, monkeypatch: pytest.MonkeyPatch) 
     client = MlflowClient((run.path.parent / "mlruns").as_uri())
     (experiment,) = [e for e in client.search_experiments() if e.name == "weft"]
     (found,) = client.search_runs([experiment.experiment_id])
-    history = client.get_metric_history(found.info.run_id, "loss")
+    history = client.get_metric_history(found.info.run_id, "train/loss")
     assert [m.step for m in history] == STEPS and [m.value for m in history] == pytest.approx(losses(run))
     assert found.info.status == "FINISHED" and found.data.params["optim.name"] == "adamw"
     assert found.data.tags["alert.fault.step-6"] == "the loss is nan"
@@ -111,4 +142,4 @@ def test_trackio(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (name,) = storage.SQLiteStorage.get_runs("weft")
     logs = storage.SQLiteStorage.get_logs("weft", name)
     assert [entry["step"] for entry in logs] == STEPS
-    assert [entry["loss"] for entry in logs] == pytest.approx(losses(run))
+    assert [entry["train/loss"] for entry in logs] == pytest.approx(losses(run))

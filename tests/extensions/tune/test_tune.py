@@ -75,7 +75,10 @@ def test_halving_finds_the_best_rate(name: str) -> None:
     ]  # fmt: skip
     assert sum(t.steps for t in trials) * 3 < 900 * 27
     picture = draw_trials(trials, space)
-    assert picture.count("<circle") == 2 * sum(math.isfinite(t.loss) for t in trials)
+    assert picture.count("<circle") == 1 + 2 * sum(math.isfinite(t.loss) for t in trials), "the legend has one"
+    assert picture.count(">loss</text>") == 2, "each panel has an axis of losses"
+    for named in (">0.0001<", ">optim.lr, logarithmic<", ">8<", ">16<", ">train.global_batch<", "prefers-color-scheme"):
+        assert named in picture
 
 
 def test_ranks_of_a_module_whose_memory_is_not_planned() -> None:

@@ -12,7 +12,7 @@ from weft.hardware.catalog import find_device
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankPool
-from weft.parallel.data.bucket_queue import PROFILED_STEP, send_order
+from weft.parallel.data.buckets import PROFILED_STEP, send_order
 from weft.parallel.data.data_parallel import Replicas
 from weft.planner import make_plan
 from weft.planner.plan import Plan
@@ -50,7 +50,7 @@ def orders(job: Job) -> tuple[list[int], list[int], int]:
 
 
 def test_ranks_use_one_order(pool: RankPool) -> None:
-    output = pool.run(orders, 2, parity.make_job("comm.bucket_mb=0.004", parallel={"dp_replicate": 2}))
+    output = pool.run(orders, 2, parity.make_job("comm.bucket_mb=0.004", parallel={"dp_replicate": 2, "dp_shard": 1}))
     first, learned, count = output[0]
     assert count > 3
     assert first == list(range(count)) and sorted(learned) == first

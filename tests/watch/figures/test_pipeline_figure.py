@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 
 from weft.job.files.run_folder import RunDir
+from weft.job.load import load_job
+from weft.planner.advice.why import TIME_WORDS
+from weft.planner.make_plan import make_plan
 from weft.planner.schedules.known_schedules import make_schedule
 from weft.planner.schedules.simulate import Costs, simulate
+from weft.watch.figures.mesh import pipeline_text
 from weft.watch.figures.pipeline import pipeline_card
 from weft.watch.journal import Journal
 from weft.watch.report import write_report
@@ -92,7 +96,15 @@ def test_a_missing_bubble_is_computed() -> None:
 def test_a_long_step_on_many_ranks_stays_readable() -> None:
     caption, _ = charts({"simulated": line("1f1b", 80, 100, 0.0)})
     assert "The first 64 of 80 ranks are shown." in caption
-    assert "12,800 actions the first 12,000 are shown." in caption
+    assert "12,800 actions, those of its begin, middle and end are drawn." in caption
+
+
+def test_a_step_of_many_microbatches_is_drawn_in_three_stretches_with_numbers() -> None:
+    _, drawn = charts({"simulated": line("1f1b", 4, 128, 0.0)})
+    numbers = {int(n) for n in re.findall(r'class="on"[^>]*>(\d+)<', drawn)}
+    assert {0, 1, 2} <= numbers and {63, 64} & numbers and max(numbers) < 128
+    wide = [float(w) for w in re.findall(r'<g><title>forward[^/]*</title><rect[^>]* width="([\d.]+)"', drawn)]
+    assert sum(w > 8 for w in wide) > 0.8 * len(wide) and len(wide) < 128
 
 
 @pytest.mark.parametrize(
@@ -131,3 +143,22 @@ def test_a_browser_draws_every_bar(tmp_path: Path) -> None:
     raw = recorded("dualpipe-v")
     assert card.count("<g><title>") == len(raw["simulated"]["spans"]) + len(raw["measured"]["spans"])
     assert "measured, step 1,200" in card
+
+
+def test_a_plan_says_which_wait_makes_its_step_longer() -> None:
+    """The mean bubble of unequal stages is not the time of filling and draining in the plan."""
+    overrides = [
+        "model.layers=5",
+        "parallel={pp: 2}",
+        "train.global_batch=16",
+        "train.microbatch=1",
+        "cluster.device=cpu",
+    ]
+    job, plan = make_plan(load_job("tiny", overrides), 2)
+    text = pipeline_text({**plan.to_json(), "job": job.model_dump(mode="json")})
+    line = json.loads(text)["simulated"]
+    assert line["bubble_of_busiest"] < line["bubble"]
+    caption = charts(json.loads(text))[0]
+    assert f"idle {line['bubble']:.1%} of this time line (the bubble), and the busiest" in caption
+    assert f"{line['bubble_of_busiest']:.1%}. Only the latter" in caption
+    assert TIME_WORDS["pp_bubble"] in caption

@@ -35,7 +35,7 @@ def test_bars_and_table() -> None:
     assert figure.layout["barmode"] == "stack"
     assert "One step of dp_shard 2 (zero 3) in bf16 takes 100 ms." in figure.caption
     assert "750 TFLOP/s, roof 785 TFLOP/s: 1.05×" in figure.data[0]["hovertext"][0]
-    assert "matmul&lt;b>_kernel" in figure.data[0]["hovertext"][0]
+    assert "matmul<b>_kernel" in figure.data[0]["hovertext"][0]
     _, rows = profile_table(text)
     assert rows[0] == ["matmul", "60.00", "60.0%", "3", "750 TFLOP/s", "785 TFLOP/s", "1.05×"]
     assert rows[2] == ["idle", "15.00", "15.0%", "3", "–", "–", "–"]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from weft.cli.terminal import LABEL_WIDTH, fit, paint
 from weft.cli.views import plan_tables as tables
+from weft.hardware.process_age import process_age_s
 from weft.job.errors import FitError, JobError
 from weft.job.schema import Job
 from weft.planner.advice.auto_gain import auto_gain
+from weft.planner.advice.compromise import knee
 from weft.planner.advice.fitting_changes import changes
 from weft.planner.advice.history import read_history
 from weft.planner.advice.hyperparameters import token_budget, tune
@@ -34,6 +38,10 @@ from weft.planner.number_format import gib, gib_difference
 from weft.planner.search.search import PlanStart
 from weft.planner.search.survey import Survey, survey
 
+TABLE_HEADS = ("runners-up ", "front ", "would fit with ", "offer ", "history ", "setting ")
+WARNINGS = ("faster", "note")
+"""Rows that ask for a decision."""
+
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -49,6 +57,8 @@ class PlanOptions:
     tokens: float | None = None
     apply: bool = False
     explain: str | None = None
+    width: int | None = None
+    """Columns that the text is fitted into; None for any."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,19 @@ class PlanOutput:
     failed: FitError | None = None
     job: Job | None = None
     """With --apply: the job with the chosen layout and the tuned settings."""
+
+
+def styled(text: str, width: int | None) -> str:
+    """The text of a plan, fitted to the terminal and in its colours."""
+    lines = []
+    for line in fit(text, width).split("\n"):
+        label = line[:LABEL_WIDTH]
+        if line.startswith(TABLE_HEADS):
+            line = paint(line, "bold")
+        elif re.match(r"[a-z][a-z0-9 ]* +$", label) and len(line) > LABEL_WIDTH:
+            line = paint(label, "yellow" if label.strip() in WARNINGS else "cyan") + line[LABEL_WIDTH:]
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def show(job: Job, nproc: int | None, asked: PlanOptions) -> PlanOutput:
@@ -80,15 +103,21 @@ def show(job: Job, nproc: int | None, asked: PlanOptions) -> PlanOutput:
     if asked.history:
         history, calibration = read_history(asked.history, start.device.name, start.estimator().calibration)
         data["history"] = history.to_json()
-        blocks.append(tables.history_table(history))
+        blocks.append(tables.history_table(history, asked.width))
     made = survey(start, asked.top, asked.front, beyond=not runs_here(start), calibration=calibration)
     calibration = made.found.estimator.calibration
     data = {**made.to_json(), **data}
-    text = [draw_schedule(made.job, made.plan)] if asked.gantt else []
+    if (best := knee(made.front)) is not None:
+        data["pareto_knee"] = made.front.index(best)
+    text = [draw_schedule(made.job, made.plan, asked.width)] if asked.gantt else []
     if asked.explain == "memory":
         text.append(explain_memory(made.job, made.plan, made.found.estimator.limit_gib))
     if made.fits:
-        blocks = [tables.runners_up(made), *([tables.pareto_front(made)] if asked.front else []), *blocks]
+        blocks = [
+            tables.runners_up(made, asked.width),
+            *([tables.pareto_front(made, asked.width)] if asked.front else []),
+            *blocks,
+        ]
     failed = None if made.fits else _fit_error(made)
     if not made.fits:
         found = changes(start, calibration, made.found.smallest_gib)
@@ -96,10 +125,10 @@ def show(job: Job, nproc: int | None, asked: PlanOptions) -> PlanOutput:
             "short_gib": made.found.smallest_gib - made.found.estimator.limit_gib,
             "changes": [c.to_json() for c in found],
         }
-        blocks.append(tables.changes_that_fit(found))
+        blocks.append(tables.changes_that_fit(found, asked.width))
     _add_tables(start, made, asked, calibration, data, blocks)
     pinned = pinned_job(job, made.plan) if asked.apply and made.fits else None
-    took = tables.process_seconds()
+    took = process_age_s()
     data["search"]["seconds"] = took
     first = [describe_plan(made.job, made.plan), tables.estimates(made, took)]
     if (gain := auto_gain(job, made.plan, calibration) if made.fits else None) is not None:
@@ -122,7 +151,7 @@ def _add_tables(
     if asked.compare:
         offers = compare_offers(start, list(asked.compare), calibration)
         data["compare"] = [o.to_json() for o in offers]
-        blocks.append(tables.offers_table(offers))
+        blocks.append(tables.offers_table(offers, asked.width))
     if start.job.cluster.also:
         ways = mixed(start, calibration)
         data["mixed"] = [way.to_json() for way in ways]
@@ -130,7 +159,7 @@ def _add_tables(
     if asked.tune:
         settings = tune(start.job, start.world, asked.tokens)
         data["tune"] = [t.to_json() for t in settings]
-        blocks.append(tables.tuned_settings(settings))
+        blocks.append(tables.tuned_settings(settings, asked.width))
 
 
 def _fit_error(made: Survey) -> FitError:
@@ -166,6 +195,6 @@ def _own_model(start: PlanStart, asked: PlanOptions) -> PlanOutput:
         )
     job, plan = complete_plan(start, *pick_layout(start)[:2])
     plan = with_module_prediction(job, plan)
-    text = describe_plan(job, plan) + ("\n\n" + draw_schedule(job, plan) if asked.gantt else "")
+    text = describe_plan(job, plan) + ("\n\n" + draw_schedule(job, plan, asked.width) if asked.gantt else "")
     data = {"job": job.model_dump(mode="json"), **plan.to_json()}
     return PlanOutput(text, data, None, pinned_job(start.job, plan) if asked.apply else None)

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
-import psutil
-
+from weft.cli.terminal import table
+from weft.planner.advice.compromise import against_fastest, folded, knee
 from weft.planner.advice.fitting_changes import Change
 from weft.planner.advice.history import History
 from weft.planner.advice.hyperparameters import TunedSetting
 from weft.planner.advice.mixed_devices import Mixed
 from weft.planner.advice.offers import Offer
 from weft.planner.advice.why import TIME_WORDS
+from weft.planner.describe import blocks_text
 from weft.planner.number_format import amount, counted, duration, gib, human_count, rate, seconds
 from weft.planner.search.survey import Point, Survey
 
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns: the first is left-aligned, the others right-aligned, and the last is not padded."""
-    if not rows:
-        return ""
-    widths = [max(len(r[i]) for r in (head, *rows)) for i in range(len(head))]
-    last = len(head) - 1
-
-    def line(cells: Sequence[str]) -> str:
-        out = []
-        for i, cell in enumerate(cells):
-            out.append(cell if i == last else cell.ljust(widths[i]) if i == 0 else cell.rjust(widths[i]))
-        return "  ".join(out).rstrip()
-
-    return "\n".join(line(row) for row in (head, *rows))
+RECOMPUTE_TEXT = (
+    "recompute  computed again in the backward pass instead of saved: everything except the outputs of matrix products "
+    "and attention (selective), a number of whole blocks, or all blocks (full)"
+)
 
 
 def estimates(made: Survey, took_s: float) -> str:
@@ -67,40 +54,44 @@ def estimates(made: Survey, took_s: float) -> str:
     return "\n".join(f"{name:10} {text}" for name, text in rows)
 
 
-def process_seconds() -> float:
-    """Wall time since this process was started; on Linux exact to a hundredth of a second."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError):
-        return time.time() - psutil.Process().create_time()
-
-
-def _choice(point: Point) -> str:
+def _choice(point: Point, layers: int) -> str:
     p = point.plan
     more = [f"microbatch {p.microbatch}"]
     if p.recompute != "none":
-        more.append(f"recompute {p.recompute}")
+        more.append(f"recompute {blocks_text(p.recompute, layers)}")
     return f"{p.layout()}, {', '.join(more)}"
 
 
-def runners_up(made: Survey) -> str:
+def runners_up(made: Survey, width: int | None = None) -> str:
     """The runners-up, each compared with the plan."""
-    rows = [(_choice(p), seconds(p.raw_step_time_s), gib(p.peak_gib), p.lacks) for p in made.runner_ups]
-    return table(("runners-up", "step", "GiB", "compared with the plan"), rows)
+    layers = made.job.model.layers
+    rows = [(_choice(p, layers), seconds(p.raw_step_time_s), gib(p.peak_gib), p.lacks) for p in made.runner_ups]
+    return table(("runners-up", "step", "GiB", "compared with the plan"), rows, width)
 
 
-def pareto_front(made: Survey) -> str:
-    """The Pareto front over time, memory, cost and energy."""
-    rows = [
-        (str(p.plan.world), seconds(p.step_time_s), gib(p.peak_gib), "–" if p.usd is None else amount(p.usd),
-         amount(p.kwh), _choice(p))
-        for p in made.front
-    ]  # fmt: skip
-    return table(("front: ranks", "step with failures", "GiB", "USD", "kWh", "layout"), rows)
+def pareto_front(made: Survey, width: int | None = None) -> str:
+    """The Pareto front over time, memory, cost and energy, without points that are nearly the same, and its knee."""
+    best, rows = knee(made.front), []
+    for group in folded(made.front):
+        p = group.point
+        if group.others and best in group.members:
+            p = best or p
+        notes = ["the knee"] if p is best else []
+        notes += [f"and {group.others} nearly the same"] if group.others else []
+        layout = _choice(p, made.job.model.layers) + (f" ({', '.join(notes)})" if notes else "")
+        usd = "–" if p.usd is None else amount(p.usd)
+        rows.append((layout, str(p.plan.world), seconds(p.step_time_s), gib(p.peak_gib), usd, amount(p.kwh)))
+    lines = [table(("front", "ranks", "step with failures", "GiB", "USD", "kWh"), rows, width)]
+    if best is not None:
+        lines.append(
+            f"knee       {against_fastest(best, made.front)} than the fastest: nearest to the best of all columns"
+        )
+    if any(p.plan.recompute != "none" for p in made.front):
+        lines.append(RECOMPUTE_TEXT)
+    return "\n".join(lines)
 
 
-def changes_that_fit(found: Sequence[Change]) -> str:
+def changes_that_fit(found: Sequence[Change], width: int | None = None) -> str:
     """Changes that would make a job fit."""
     if not found:
         return "no single change makes it fit"
@@ -109,10 +100,10 @@ def changes_that_fit(found: Sequence[Change]) -> str:
          f"{amount(c.kwh)} kWh" if c.usd is None else f"{amount(c.usd)} USD")
         for c in found
     ]  # fmt: skip
-    return table(("would fit with", "step", "GiB", "the run costs"), rows)
+    return table(("would fit with", "step", "GiB", "the run costs"), rows, width)
 
 
-def offers_table(offers: Sequence[Offer]) -> str:
+def offers_table(offers: Sequence[Offer], width: int | None = None) -> str:
     """Offers side by side."""
     rows = [
         (o.name, o.device, f"{o.usd_hour:.2f}", seconds(o.step_time_s) if o.fits else "–",
@@ -120,7 +111,7 @@ def offers_table(offers: Sequence[Offer]) -> str:
          f"{o.usd:,.0f}" if o.fits else "–", f"{o.layout} ({o.note})")
         for o in offers
     ]  # fmt: skip
-    return table(("offer", "device", "USD/h", "step", "goodput", "days", "USD", "layout"), rows)
+    return table(("offer", "device", "USD/h", "step", "goodput", "days", "USD", "layout"), rows, width)
 
 
 def mixed_devices(ways: Sequence[Mixed]) -> str:
@@ -138,7 +129,7 @@ def mixed_devices(ways: Sequence[Mixed]) -> str:
     return "\n".join(lines)
 
 
-def history_table(history: History) -> str:
+def history_table(history: History, width: int | None = None) -> str:
     """Predicted and measured step times of earlier runs."""
     unread = f"{history.unread} folders could not be used: damaged, too short, or with a model of your own"
     if not history.runs:
@@ -147,7 +138,7 @@ def history_table(history: History) -> str:
         (r.name, r.device, seconds(r.predicted_s), seconds(r.measured_s), f"{100 * (1 / r.ratio - 1):+.0f} %", r.layout)
         for r in history.runs
     ]
-    lines = [table(("history", "device", "predicted", "measured", "error", "layout"), rows)]
+    lines = [table(("history", "device", "predicted", "measured", "error", "layout"), rows, width)]
     if any(r.device == history.device for r in history.runs):
         text = (
             f"on {history.device} the mean error was {100 * history.before:.0f} %; corrected, each run by the others, "
@@ -159,7 +150,7 @@ def history_table(history: History) -> str:
     return "\n".join(lines)
 
 
-def tuned_settings(settings: Sequence[TunedSetting]) -> str:
+def tuned_settings(settings: Sequence[TunedSetting], width: int | None = None) -> str:
     """Hyperparameters and the reasons."""
     rows = [(t.key, f"{t.value:,.6g}" if isinstance(t.value, float | int) else str(t.value), t.why) for t in settings]
-    return table(("setting", "value", "reason"), rows)
+    return table(("setting", "value", "reason"), rows, width)

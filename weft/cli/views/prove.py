@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 
+from weft.cli.common import print_json
 from weft.job.errors import Exit, WeftError
 from weft.job.schema import Job
 from weft.launch.rank_pool import RankFailed
@@ -42,11 +42,7 @@ def run_and_show(job: Job, layouts: list[str], steps: int, shrink: bool, as_json
     refused = [v for v in verdicts if v.verdict == "refused"]
     if as_json:
         same = not wrong and not refused
-        print(
-            json.dumps(
-                {"same": same, "steps": steps, "ranks": where, "layouts": [asdict(v) for v in verdicts]}, indent=2
-            )
-        )
+        print_json({"same": same, "steps": steps, "ranks": where, "layouts": [asdict(v) for v in verdicts]})
     else:
         print(_summary(verdicts, wrong))
     return int(Exit.DIFFERS if wrong else Exit.JOB if refused else Exit.DONE)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.data.file_array import FileArray
-from weft.data.sample_order.sampler import shuffle
+from weft.data.sample_order import shuffle
 from weft.data.tokenizer import Tokens
 from weft.job.errors import JobError
 

@@ -28,7 +28,7 @@ from weft.data.cache_folder import cache_folder
 from weft.data.formats.record_files import RECORD_FORMATS
 from weft.data.growing import Rounds
 from weft.data.prepared_files import settings_hash
-from weft.data.sample_order.sampler import Ints, shuffle
+from weft.data.sample_order import Ints, shuffle
 from weft.data.store import sampled_crc32, token_dtype
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.job.data import Data

@@ -29,7 +29,7 @@ IGNORED_TARGET = -100
 """Targets of this value are masked, as in torch.nn.functional.cross_entropy."""
 
 MAX_LENGTH = 2**62 - 1
-"""Samples that can be shuffled (data/sample_order/sampler.py)."""
+"""Samples that can be shuffled (data/sample_order.py)."""
 
 _NEEDS = "a dataset has train_len, val_len, train(index) and val(index), or a length and items, as torch's have"
 

@@ -330,7 +330,8 @@ def _move(schedule: dict[str, Any], loops: Loops) -> None:
 def _train_epoch(loops: Loops, loader: Any, optimizer: Any, schedules: list[dict[str, Any]]) -> None:
     module, accelerator, job = loops.lightning_module, loops.accelerator, loops.job
     clip = job.optim.clip if "clip" in job.optim.model_fields_set else 0.0
-    every = job.checkpoint.every if "every" in job.checkpoint.model_fields_set else 0
+    set_every = job.checkpoint.every if "every" in job.checkpoint.model_fields_set else 0
+    every = set_every if isinstance(set_every, int) else 0
     module.train()
     if isinstance(getattr(loader, "sampler", None), DistributedSampler):
         loader.sampler.set_epoch(loops.current_epoch)

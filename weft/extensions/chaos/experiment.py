@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.checkpoint.format import newest_good
-from weft.data.sample_order.epochs import with_steps
+from weft.data.open_dataset import with_steps
 from weft.extensions.chaos.accounting import ObservedStep, Outcome, Samples, effective_ratio, outcomes, samples
 from weft.extensions.chaos.disk import Disk
 from weft.extensions.chaos.fault_injector import Experiment, FaultInjector

@@ -289,8 +289,9 @@ class FaultInjector:
         """Fill the disk until a checkpoint fails or the fault's steps are over."""
         self.disk.fill()
         self._note(fault)
-        known, room = len(self.run.events), min(100, max(KINDS[fault.kind].room, self.asked.job.checkpoint.every))
-        until = time.monotonic() + 1.0 + room * self._step_s()  # a full disk also hides new events
+        every = self.asked.job.checkpoint.every
+        known, room = len(self.run.events), max(KINDS[fault.kind].room, every if isinstance(every, int) else 0)
+        until = time.monotonic() + 1.0 + min(100, room) * self._step_s()  # a full disk also hides new events
         self._wait(
             lambda: time.monotonic() > until or any(e["event"] == "checkpoint_failed" for e in self.run.events[known:])
         )

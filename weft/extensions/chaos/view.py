@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from dataclasses import asdict
 from types import FrameType
 from typing import Any
 
+from weft.cli.common import print_json
 from weft.extensions.chaos.accounting import Outcome, sentence
 from weft.extensions.chaos.experiment import ExperimentResult, run_experiment
 from weft.extensions.chaos.fault_injector import Experiment
@@ -21,7 +21,7 @@ def run_and_show(asked: Experiment, as_json: bool) -> int:
     """Run the experiment and print its results. Returns the exit code: 0 if the run finished and no sample was lost."""
     signal.signal(signal.SIGTERM, _interrupt)  # clean up before the process ends
     account = run_experiment(asked, lambda text: print(text, file=sys.stderr, flush=True))
-    print(json.dumps(to_json(account, asked.seed), indent=2, ensure_ascii=False) if as_json else show(account))
+    print_json(to_json(account, asked.seed)) if as_json else print(show(account))
     return int(account.code)
 
 

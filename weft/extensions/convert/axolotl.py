@@ -13,6 +13,7 @@ from weft.extensions.convert.settings import (
     Rule,
     Settings,
     absent,
+    as_number,
     choice,
     device_batch,
     is_off,
@@ -26,7 +27,17 @@ from weft.extensions.convert.settings import (
 DATA = absent("set data.source to the dataset's files and data.format to what they hold")
 LORA = absent("adapters have rank, alpha, dropout and targets (model.lora)")
 KERNELS = unneeded("Weft has fused kernels of its own")
-PER_EPOCH = absent("evaluations and checkpoints count steps; set train.eval_every and checkpoint.every")
+
+
+def _per_epoch(job_field: str) -> Rule:
+    """Once in an epoch; other numbers have no counterpart."""
+
+    def rule(value: Any, settings: Settings) -> Result:
+        if as_number(value) == 1:
+            return Result({job_field: "epoch"})
+        return absent(f"{job_field} counts steps, or is epoch for one per epoch")(value, settings)
+
+    return rule
 
 
 def _bf16(value: Any, settings: Settings) -> Result:
@@ -125,8 +136,8 @@ TABLE: dict[str, Rule] = {
     "cut_cross_entropy": KERNELS,
     "unsloth_*": KERNELS,
     "lora_*_kernel": KERNELS,
-    "evals_per_epoch": PER_EPOCH,
-    "saves_per_epoch": PER_EPOCH,
+    "evals_per_epoch": _per_epoch("train.eval_every"),
+    "saves_per_epoch": _per_epoch("checkpoint.every"),
     "eval_max_new_tokens": absent("evaluation keeps only the loss"),
     "eval_table_size": absent("evaluation keeps only the loss"),
     "eval_batch_size": unneeded("evaluation uses train.microbatch"),

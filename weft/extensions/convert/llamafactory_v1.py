@@ -10,6 +10,7 @@ from weft.extensions.convert.accelerate import has_keys, read
 from weft.extensions.convert.conversion import SourceFormat
 from weft.extensions.convert.llamafactory import DATA, LORA, PREFERENCES
 from weft.extensions.convert.settings import (
+    KEEP_ALL,
     Result,
     Rule,
     Settings,
@@ -17,6 +18,7 @@ from weft.extensions.convert.settings import (
     as_number,
     choice,
     is_off,
+    keep_newest,
     switch,
     to,
     unneeded,
@@ -122,7 +124,7 @@ TABLE: dict[str, Rule] = {
     "save_steps": training_arguments.interval("checkpoint.every", "save_strategy"),
     "save_epochs": absent("checkpoint.every counts steps"),
     "save_ckpt_as_hf": absent("weft export RUN --to hf writes weights of any checkpoint"),
-    "save_total_limit": to("checkpoint.keep"),
+    "save_total_limit": keep_newest,
     "logging_steps": to("watch.every"),
     "train_dataset": DATA,
     "eval_dataset": DATA,
@@ -151,6 +153,7 @@ def _defaults(settings: Settings) -> dict[str, tuple[Any, str]]:
         "memory.recompute": ("full", "enable_activation_checkpointing is on"), "comm.timeout_s": (18000, said),
         "precision": ("bf16", said), "train.eval_every": (0, "v1 evaluates after training"),
         "checkpoint.every": (0, "save_steps is not given"),
+        "checkpoint.keep": (KEEP_ALL, "save_total_limit is not given: every checkpoint is kept"),
         "watch.every": (1, said), "data.packing": (False, "batching_strategy is normal"),
     }  # fmt: skip
     if "micro_batch_size" not in settings:

@@ -60,6 +60,8 @@ class Settings(dict[str, Any]):
 
 
 Rule = Callable[[Any, Settings], Result]
+KEEP_ALL = 10**6
+"""`checkpoint.keep` of libraries that delete no checkpoint: the largest number."""
 Table = Mapping[str, Rule]
 """Rules by key, or by a pattern such as zero_optimization.*; keys come before patterns, patterns in their order."""
 
@@ -123,6 +125,12 @@ def to(job_field: str, convert: Callable[[Any], Any] | None = None, note: str = 
         return Result({job_field: value if number is None else number}, note)
 
     return rule
+
+
+def keep_newest(value: Any, settings: Settings) -> Result:
+    """The number of newest checkpoints that are kept, where none or 0 keeps all of them."""
+    number = as_number(value)
+    return Result({"checkpoint.keep": number if number is not None and number > 0 else KEEP_ALL})
 
 
 def choice(table: Mapping[str, Mapping[str, Any] | str]) -> Rule:

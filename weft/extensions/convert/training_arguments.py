@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from weft.extensions.convert.settings import (
+    KEEP_ALL,
     Result,
     Rule,
     Settings,
@@ -15,6 +16,7 @@ from weft.extensions.convert.settings import (
     choice,
     device_batch,
     is_off,
+    keep_newest,
     partly,
     switch,
     to,
@@ -104,9 +106,9 @@ def interval(job_field: str, strategy: str) -> Rule:
     return rule
 
 
-def _strategy(job_field: str, what: str) -> Rule:
+def _strategy(job_field: str) -> Rule:
     return choice({"steps": {}, "no": {job_field: 0}, "false": {job_field: 0}, "none": {job_field: 0},
-                   "epoch": f"counted in steps; set {job_field}, {what}"})  # fmt: skip
+                   "epoch": {job_field: "epoch"}})  # fmt: skip
 
 
 def _beta(position: int) -> Rule:
@@ -186,10 +188,10 @@ def shared_table(micro_batch: str = "per_device_train_batch_size") -> dict[str, 
         "logging_steps": interval("watch.every", "logging_strategy"),
         "save_steps": interval("checkpoint.every", "save_strategy"),
         "eval_steps": interval("train.eval_every", "eval_strategy"),
-        "save_strategy": _strategy("checkpoint.every", "steps between checkpoints"),
-        "eval_strategy": _strategy("train.eval_every", "steps between evaluations"),
-        "evaluation_strategy": _strategy("train.eval_every", "steps between evaluations"),
-        "save_total_limit": to("checkpoint.keep"),
+        "save_strategy": _strategy("checkpoint.every"),
+        "eval_strategy": _strategy("train.eval_every"),
+        "evaluation_strategy": _strategy("train.eval_every"),
+        "save_total_limit": keep_newest,
         "seed": to("train.seed"),
         "bf16": switch({"precision": "bf16"}),
         "fp16": switch({"precision": "fp16"}),
@@ -301,6 +303,7 @@ DEFAULTS: dict[str, tuple[Any, str]] = {
     "train.seed": (42, "the default of TrainingArguments"),
     "train.eval_every": (0, "evaluation is off by default"),
     "checkpoint.every": (500, "the default of TrainingArguments"),
+    "checkpoint.keep": (KEEP_ALL, "save_total_limit is not given: every checkpoint is kept"),
     "optim.clip": (1.0, "the default of TrainingArguments"),
     "watch.every": (500, "the default of TrainingArguments"),
     "comm.timeout_s": (1800, "the default of TrainingArguments"),

@@ -30,11 +30,11 @@ def dash(
     from weft.job.errors import JobError
 
     roots = runs or [Path("runs")]
-    missing = [root for root in roots if not root.is_dir()]
-    if missing and runs:
-        raise JobError(f"{missing[0]} is not a folder; give a folder of runs, or a run's own folder")
-    if missing:
-        raise JobError("there is no folder runs here; weft train makes it, or give the folder: weft dash PATH")
+    if files := [root for root in roots if root.exists() and not root.is_dir()]:
+        raise JobError(f"{files[0]} is not a folder; give a folder of runs, or a run's own folder")
+    for root in roots:
+        if not root.exists():
+            print_stderr(f"{root} does not exist yet: its runs appear when weft train makes it")
     clean_up_on_interrupt()
     if as_json:
         from weft.watch.runs.run_catalog import RunCatalog

@@ -8,10 +8,11 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from weft.watch.figure_text import event_text, figure_text, name_of
 from weft.watch.figures.figure import number
 from weft.watch.report_summary import describe_layout
 from weft.watch.runs.folder_files import last_lines, open_inside, parse_object, read_inside, read_json
-from weft.watch.secret_values import yaml_without_secrets
+from weft.watch.secret_values import shown_job
 
 MAX_EVENTS = 2000
 EVENTS_BYTES = 4 << 20
@@ -23,8 +24,12 @@ MAX_MATCHES = 500
 MAX_LINE = 4000
 """Characters of a log line that are shown."""
 MAX_ENTRIES = 5000
-MAX_SPANS = 4000
+MAX_SPANS = 12_000
 LOG_NAME = re.compile(r"[\w.-]{1,120}\.(log|json|txt)")
+MEASURED = {"memory_gib": "peak_memory_gib", "step_time_s": "step_time_s", "tokens_per_s": "tokens_per_s", "mfu": "mfu"}
+"""Keys of the plan's figures, and those of a summary of a run with the same figure."""
+SHOWN_APART = ("fault", "rank")
+"""Keys of an event with a place of their own."""
 CHECKPOINT_NAME = re.compile(r"step-(\d{1,18})")
 
 
@@ -35,10 +40,6 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 
 
 def _event(event: dict[str, Any]) -> dict[str, Any]:
-    shown = {k: v for k, v in event.items() if k not in ("time", "event", "step", "predicted", "measured")}
-    text = event.get("why") or event.get("message") or event.get("text")
-    if not isinstance(text, str):
-        text = ", ".join(f"{k} {_short(v)}" for k, v in list(shown.items())[:20])
     return {
         "time": str(event.get("time"))[:40],
         "event": str(event.get("event"))[:60],
@@ -46,12 +47,8 @@ def _event(event: dict[str, Any]) -> dict[str, Any]:
         "fault": str(event["fault"])[:60] if "fault" in event else None,
         "rank": number(event.get("rank")),
         "val_loss": number(event.get("val_loss")),
-        "text": text[:MAX_LINE],
+        "text": event_text({k: v for k, v in event.items() if k not in SHOWN_APART})[:MAX_LINE],
     }
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)[:200]
 
 
 def read_plan(folder: Path) -> dict[str, Any]:
@@ -62,20 +59,44 @@ def read_plan(folder: Path) -> dict[str, Any]:
         sentence = describe_layout(plan)
     except (TypeError, ValueError, AttributeError, KeyError, IndexError):
         sentence = "plan.json is damaged."
-    settings = ("device_name", "nodes", "backend", "precision", "zero", "schedule", "microbatch", "accumulation",
-                "recompute", "offload", "compression", "allreduce", "placement")  # fmt: skip
     return {
         "sentence": sentence,
         "axes": {str(k): n for k, v in axes.items() if (n := number(v))} if isinstance(axes, dict) else {},
-        "settings": {k: str(plan[k])[:200] for k in settings if plan.get(k) not in (None, "", "none")},
+        "settings": _settings(plan),
         "predicted": {str(k): n for k, v in predicted.items() if (n := number(v)) is not None}
         if isinstance(predicted, dict)
         else {},
+        "figures": _figures(predicted),
         "reasons": [str(r)[:1000] for r in reasons[:100]] if isinstance(reasons, list) else [],
         "ranks": _holdings(read_json(folder, "slices.json")),
         "pipeline": _pipeline(read_json(folder, "pipeline.json")),
-        "job": yaml_without_secrets(read_inside(folder, "job.yaml", limit=1 << 20).decode("utf-8", "replace")),
+        "job": shown_job(read_inside(folder, "job.yaml", limit=1 << 20).decode("utf-8", "replace")),
     }
+
+
+def _settings(plan: dict[str, Any]) -> dict[str, str]:
+    """The plan's settings that have an effect in its layout."""
+    raw = plan.get("axes")
+    axes = {str(k): number(v) or 1 for k, v in raw.items()} if isinstance(raw, dict) else {}
+    dp, several_nodes = axes.get("dp_replicate", 1) * axes.get("dp_shard", 1), (number(plan.get("nodes")) or 1) > 1
+    applies = {
+        "device_name": True, "nodes": several_nodes, "backend": (number(plan.get("world")) or 1) > 1, "precision": True,
+        "zero": axes.get("dp_shard", 1) > 1, "schedule": axes.get("pp", 1) > 1, "microbatch": True,
+        "accumulation": (number(plan.get("accumulation")) or 1) > 1, "recompute": True, "offload": True,
+        "compression": dp > 1, "allreduce": dp > 1 and plan.get("allreduce") != "auto",
+        "placement": several_nodes and sum(n > 1 for n in axes.values()) > 1,
+    }  # fmt: skip
+    return {k: str(plan[k])[:200] for k, on in applies.items() if on and plan.get(k) not in (None, "", "none", "{}")}
+
+
+def _figures(predicted: Any) -> list[dict[str, Any]]:
+    """Predicted figures as people read them, with the key of a record that has the measured one."""
+    rows = predicted.items() if isinstance(predicted, dict) else ()
+    return [
+        {"key": str(k)[:80], "name": name_of(str(k))[:80], "text": figure_text(str(k), n),
+         "measured": MEASURED.get(str(k))}
+        for k, v in rows if (n := number(v)) is not None
+    ]  # fmt: skip
 
 
 def _holdings(slices: dict[str, Any]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weft.cli.common import AsJson, RunArg, print_json, printable
+from weft.cli.terminal import fit, text_width
 
 
 def diagnose(run: RunArg, as_json: AsJson = False) -> None:
@@ -15,4 +16,4 @@ def diagnose(run: RunArg, as_json: AsJson = False) -> None:
     if as_json:
         print_json({"findings": [finding.to_json() for finding in findings]})
     else:
-        print(printable("\n".join(sentences(findings, found)).rstrip(), keep="\n"))
+        print(fit(printable("\n".join(sentences(findings, found)).rstrip(), keep="\n"), text_width()))

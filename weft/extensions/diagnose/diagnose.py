@@ -80,6 +80,9 @@ def _summary(found: RunEvidence) -> str:
         total = float(np.median(table.seconds))
         parts = {"computing": table.figures["busy_s"], "waiting for data": table.get("data_s")}
         parts |= {f"waiting on {axis}": waits for axis, waits in table.waits.items()}
-        shares = {what: float(np.median(part.mean(axis=1))) for what, part in parts.items()}
-        text += "; " + ", ".join(f"{what} {percent(s / total)}" for what, s in shares.items() if s / total >= 0.005)
+        shares = {what: float(np.median(part.mean(axis=1))) / total for what, part in parts.items()}
+        without_core = table.core_wait_share()  # the time between a rank's waits includes it
+        shares = {"computing": max(0.0, shares.pop("computing") - without_core), **shares}
+        shares["waiting for a core"] = without_core
+        text += "; " + ", ".join(f"{what} {percent(share)}" for what, share in shares.items() if share >= 0.005)
     return text + "."

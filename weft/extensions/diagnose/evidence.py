@@ -52,6 +52,10 @@ class RankTable:
         """A figure; zeros where the run did not record it."""
         return self.figures.get(name, np.zeros((len(self), self.ranks)))
 
+    def core_wait_share(self, ranks: slice = slice(None)) -> float:
+        """Share of the steps' time in which the ranks could run and had no core."""
+        return float(self.get("core_wait_s")[:, ranks].mean(axis=1).sum() / self.seconds.sum())
+
     def part(self, start: int, end: int) -> RankTable:
         rows = slice(start, end)
         return RankTable(

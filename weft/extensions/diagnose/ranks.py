@@ -148,8 +148,7 @@ def neighbour(found: RunEvidence) -> Finding | None:
         ours = slice(node, node + per_node)
         own = float(table.get("cpu_s")[:, ours].sum())
         used = cores * total - float(table.get("core_idle_s")[:, ours].mean(axis=1).sum())
-        wait = float(table.get("core_wait_s")[:, ours].mean(axis=1).sum()) / total
-        worst = max(worst, ((used - own) / total, wait, node))
+        worst = max(worst, ((used - own) / total, table.core_wait_share(ours), node))
     others, wait, node = worst
     if others < min(NEIGHBOUR_CORES, cores / 4) or wait < MIN_SHARE:
         return None

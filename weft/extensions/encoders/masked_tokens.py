@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.data.sample_order.sampler import Ints
+from weft.data.sample_order import Ints
 from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.job.shapes import data_mask_token, data_vocab

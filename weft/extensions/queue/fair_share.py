@@ -12,11 +12,11 @@ from weft.extensions.queue.records import Capacity, ClaimRecord, QueueSettings
 
 
 def share_of_machine(claim: ClaimRecord, machine: Capacity) -> float:
-    """The largest fraction of one resource that a claim holds."""
+    """The largest fraction of one resource that a claim holds, whether or not its record says that it asked for it."""
     asked = claim.request
     parts = (
-        (asked.gpus * asked.share, len(machine.gpus)), (asked.cores, len(machine.cores)),
-        (asked.memory_gib, machine.memory_gib),
+        (max(asked.gpus, len(claim.gpus)) * asked.share, len(machine.gpus)),
+        (max(asked.cores, len(claim.cores)), len(machine.cores)), (asked.memory_gib, machine.memory_gib),
     )  # fmt: skip
     return max((amount / has for amount, has in parts if has), default=0.0)
 
@@ -24,6 +24,11 @@ def share_of_machine(claim: ClaimRecord, machine: Capacity) -> float:
 def used_s(claim: ClaimRecord, machine: Capacity, now: float) -> float:
     """Machine seconds that a claim has used until a time."""
     return max(0.0, now - claim.since) * share_of_machine(claim, machine) if claim.held else 0.0
+
+
+def decay(seconds: float, at: float, now: float, half_life_s: float) -> float:
+    """What is left of past use that was counted at a time."""
+    return seconds * math.exp2(-max(0.0, now - at) / half_life_s)
 
 
 class UsageFile:
@@ -41,7 +46,7 @@ class UsageFile:
             self.seconds, self.at, self.merged = 0.0, 0.0, []
 
     def decayed(self, now: float) -> float:
-        return self.seconds * math.exp2(-max(0.0, now - self.at) / self.half_life_s)
+        return decay(self.seconds, self.at, now, self.half_life_s)
 
     def add(self, claims: Iterable[ClaimRecord], machine: Capacity, now: float) -> None:
         """Add ended claims. Their records are deleted afterwards; `merged` keeps them from being added twice if this
@@ -56,16 +61,24 @@ class UsageFile:
 
 def weighted_usage(
     folder: Path, settings: QueueSettings, live: Iterable[ClaimRecord], ended: Iterable[ClaimRecord],
-    names: dict[int, str], now: float,
+    names: dict[int, str], now: float, remembered: dict[int, tuple[float, float]],
 ) -> dict[int, float]:  # fmt: skip
-    """Past use of each user divided by the user's weight: files, claims held now, and ended ones not yet added."""
-    files = {uid: UsageFile(folder, uid, settings.half_life_hours * 3600) for uid in names}
+    """Past use of each user divided by the user's weight: files, claims held now, and ended ones not yet added.
+
+    Users own their files, so `remembered` keeps the machine seconds that this process has seen of each user, and when.
+    A user's use falls no faster than they decay. It is updated.
+    """
+    half_life_s = settings.half_life_hours * 3600
+    files = {uid: UsageFile(folder, uid, half_life_s) for uid in names}
     usage = {uid: file.decayed(now) for uid, file in files.items()}
-    for claim in live:
-        usage[claim.uid] += used_s(claim, settings.machine, now)
     for claim in ended:
         if claim.id not in files[claim.uid].merged:
             usage[claim.uid] += used_s(claim, settings.machine, claim.seen)
+    for claim in live:
+        usage[claim.uid] += used_s(claim, settings.machine, now)
+    for uid in usage:
+        usage[uid] = max(usage[uid], decay(*remembered.get(uid, (0.0, now)), now, half_life_s))
+        remembered[uid] = usage[uid], now
     return {uid: seconds / settings.weights.get(names[uid], 1.0) for uid, seconds in usage.items()}
 
 

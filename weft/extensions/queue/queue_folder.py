@@ -53,6 +53,8 @@ class QueueFolder:
         self._read_before: dict[tuple[str, int, int], ClaimRecord] = {}
         self._granted_at: dict[str, float] = {}
         self._lapsed: set[str] = set()
+        self._held_since: dict[str, float] = {}
+        self._past_use: dict[int, tuple[float, float]] = {}
         try:
             self.settings = QueueSettings.from_json(json.loads((path / "settings.json").read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -116,7 +118,7 @@ class QueueFolder:
         """Every live claim and what happens to the waiting ones. Removes claims that have ended. Needs the lock."""
         live, ended = self._records()
         names = {claim.uid: user_name(claim.uid) for claim in (*live, *ended)}
-        usage = weighted_usage(self.usage, self.settings, live, ended, names, now)
+        usage = weighted_usage(self.usage, self.settings, live, ended, names, now, self._past_use)
         self._remove(ended, now)
         schedule = make_schedule(self.settings.machine, live, usage, describe_claim, self._lapsed)
         if self._note_lapses(schedule, now):
@@ -134,10 +136,15 @@ class QueueFolder:
         return bool(late)
 
     def _bounded(self, record: ClaimRecord, seen: float, written: float) -> ClaimRecord:
-        """The record with what its owner cannot claim: a priority above the limit, or an age above that of the file."""
+        """The record with what its owner cannot claim: a priority above the limit, an age above that of the file, a
+        grant that is later than its file or than this process has seen, or a smaller share of a GPU than is allowed."""
         priority = record.priority if record.uid == 0 else min(record.priority, self.settings.max_priority)
-        created = record.created if record.held else max(record.created, written)
-        return replace(record, seen=seen, priority=priority, created=created)
+        if not record.held:
+            return replace(record, seen=seen, priority=priority, created=max(record.created, written))
+        since = min(record.since, written, self._held_since.get(record.id, written))
+        self._held_since[record.id] = since
+        request = replace(record.request, share=max(record.request.share, self.settings.min_share))
+        return replace(record, seen=seen, priority=priority, since=since, request=request)
 
     def _records(self) -> tuple[list[ClaimRecord], list[ClaimRecord]]:
         live: list[ClaimRecord] = []
@@ -153,7 +160,7 @@ class QueueFolder:
                 if path == lock:
                     continue
                 status = path.lstat()
-                seen = lock.lstat().st_mtime if lock.exists() else status.st_mtime
+                seen = lock.lstat().st_ctime if lock.exists() else status.st_ctime
             except OSError:
                 continue
             key = (path.name, status.st_ino, status.st_ctime_ns)

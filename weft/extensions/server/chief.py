@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from weft.checkpoint.checkpointer import Checkpointer
 from weft.data.loader import Batch, to_device, val_batches
 from weft.data.open_dataset import open_dataset
+from weft.data.sample_order import Calendar
 from weft.extensions.server.connections import Connections
 from weft.extensions.server.coordinator import RunCoordinator
 from weft.extensions.server.federated_averaging import FederatedAveraging
@@ -163,7 +164,7 @@ def run_chief(run: RunDir, job: Job, plan: Plan, signals: Signals) -> Exit:
                                    dp_size=1, limit=job.train.eval_batches)
     ] if job.train.eval_every else []  # fmt: skip
     with Progress(job.train.steps, 0, job.watch.every) as progress:
-        records = RunRecords(job, plan, journal, progress, log)
+        records = RunRecords(job, plan, journal, progress, log, Calendar.of(job, dataset))
         chief = Chief(
             run, job, plan, state, Stepper(job, one_replica(plan), mesh, state), checkpoints, records, held_out, log
         )
@@ -196,7 +197,7 @@ def run_chief(run: RunDir, job: Job, plan: Plan, signals: Signals) -> Exit:
             raise DivergedError(
                 f"{coordinator.failed}; try a lower optim.lr (now {job.optim.lr:g}) or a longer optim.warmup"
             )
-        if coordinator.step > first:
+        if coordinator.step > first and not c.none:
             checkpoints.require(coordinator.step)
     summary = {
         "step": coordinator.step, "steps_done": coordinator.step - first, "seconds": time.perf_counter() - began,
@@ -244,7 +245,7 @@ def _serve(coordinator: RunCoordinator[Any], chief: Chief, signals: Signals) -> 
             time.sleep(POLL_S / 4)  # not get(timeout=…): in CPython 3.11 a signal at its end can make it block forever
         if wish := _stop_requested(signals):
             coordinator.stop_updates()
-            if coordinator.step > first:
+            if coordinator.step > first and not chief.job.checkpoint.none:
                 chief.save(coordinator.copy(evaluates=False, saves=True))
             return wish
     return None

@@ -19,8 +19,7 @@ from torch import Tensor
 from weft.comm.shards import local_of
 from weft.data.dataset import Dataset
 from weft.data.loader import Batch, read_samples, to_device
-from weft.data.sample_order.batch_shares import BatchShares
-from weft.data.sample_order.sampler import sample_index
+from weft.data.sample_order import BatchShares, sample_index
 from weft.extensions.server.client_samples import Ints, sample_labels, split_by_label
 from weft.extensions.server.federated_update import add_noise, clip_factor, pack
 from weft.extensions.server.privacy import noise_generator

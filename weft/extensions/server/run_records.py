@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
+from weft.data.sample_order import Calendar
 from weft.job.schema import Job
 from weft.planner.model.counts import flops_per_sample
-from weft.planner.model.reference_rate import peak_flops
+from weft.planner.model.reference_rate import mfu_peak_flops
 from weft.planner.plan import Plan
 from weft.training.metrics import unit_of_targets
 from weft.watch.journal import Journal
@@ -43,6 +44,7 @@ class RunRecords:
     journal: Journal
     progress: Progress
     log: logging.Logger
+    calendar: Calendar
     copies: queue.SimpleQueue[StateCopy] = field(default_factory=queue.SimpleQueue)
     last: dict[str, Any] = field(default_factory=dict)
     step_times: list[float] = field(default_factory=list)
@@ -52,15 +54,10 @@ class RunRecords:
 
     def due_at(self, before: int, step: int) -> tuple[bool, bool]:
         """Whether an evaluation, and whether a checkpoint, is due in the steps (before, step]."""
-        job = self.job
-        return (
-            job.train.eval_every > 0 and self._due(before, step, job.train.eval_every),
-            self._due(before, step, job.checkpoint.every),
-        )
-
-    def _due(self, before: int, step: int, every: int) -> bool:
-        """Whether something that is due every `every` steps and after the last step falls in (before, step]."""
-        return step > before and (step >= self.job.train.steps or (every > 0 and step // every > before // every))
+        evaluate, save, calendar = self.job.train.eval_every, self.job.checkpoint.every, self.calendar
+        if step <= before:
+            return False, False
+        return evaluate != 0 and calendar.due(evaluate, step, before), calendar.due(save, step, before)
 
     def lap(self, steps: int) -> float:
         """Seconds a step since the last call."""
@@ -71,11 +68,12 @@ class RunRecords:
     def step(self, number: int, loss: float, count: int, norm: float, lr: float, tokens: int, seconds: float,
              bytes_: int, **more: Any) -> None:  # fmt: skip
         """Write the record of a step."""
-        sample, peak = flops_per_sample(self.job.model, self.job.data.seq_len), peak_flops(self.plan, self.job)
+        sample, peak = flops_per_sample(self.job.model, self.job.data.seq_len), mfu_peak_flops(self.plan, self.job)
         flops = sample * self.job.train.global_batch if sample else None
         sent, self.recorded_bytes = bytes_ - self.recorded_bytes, bytes_
         self.last = {
-            "step": number, "wall_time": round(time.time(), 3), "loss": loss, "grad_norm": norm, "lr": lr,
+            "step": number, "epoch": round(self.calendar.epochs(number), 6), "wall_time": round(time.time(), 3),
+            "loss": loss, "grad_norm": norm, "lr": lr,
             "tokens": tokens, "step_time_s": seconds,
             "tokens_per_s": count / seconds if seconds > 0 else None,
             "mfu": flops / (seconds * peak * self.plan.world) if flops and peak else None,

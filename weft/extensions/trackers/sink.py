@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from weft.extensions.trackers.tags import is_main, tag_of
 from weft.job.files.run_folder import RunDir
 from weft.job.import_by_name import find_object
 from weft.job.schema import Job
@@ -50,7 +51,8 @@ class TrackerSink:
             events = self.early
         assert self.adapter is not None and self.state is not None
         steps = []
-        for entry in map(as_step, records):
+        for record in records:
+            entry = as_step(record, self.job.watch.tracker_metrics == "all")
             if entry is not None and entry.step > self.state["step"]:
                 steps.append(entry)
                 self.state["step"] = entry.step
@@ -101,15 +103,17 @@ class TrackerSink:
         temporary.replace(self.path)
 
 
-def as_step(record: dict[str, Any]) -> TrackedStep | None:
-    """The numbers of a record; of a list of numbers the mean, and the largest as NAME.max."""
+def as_step(record: dict[str, Any], every_metric: bool = True) -> TrackedStep | None:
+    """The numbers of a record by their tags, all or the main ones; of a list of numbers the mean, and the largest as
+    NAME/max."""
     step = record.get("step")
     if not isinstance(step, int) or isinstance(step, bool):
         return None
     wall_time = record.get("wall_time")
     values: dict[str, float] = {}
     _collect(record, "", values)
-    return TrackedStep(step, float(wall_time) if isinstance(wall_time, int | float) else time.time(), values)
+    tags = {tag: value for key, value in values.items() if is_main(tag := tag_of(key)) or every_metric}
+    return TrackedStep(step, float(wall_time) if isinstance(wall_time, int | float) else time.time(), tags)
 
 
 def _collect(value: dict[str, Any], prefix: str, found: dict[str, float]) -> None:

@@ -22,7 +22,7 @@ def tune(
     trials: Annotated[int, typer.Option(min=1, max=10_000, help="Number of trials.")] = 9,
     factor: Annotated[int, typer.Option(min=2, max=100, help="Each rung keeps one of so many trials.")] = 3,
     sampler: Annotated[str, typer.Option(help="even, or bayes (needs Optuna).")] = "even",
-    seed: Annotated[int, typer.Option(min=0, max=2**31, help="Random seed of the sampler.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the sampler.")] = 0,
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Measured steps of --for speed.")] = 8,
     out: Annotated[Path | None, typer.Option(help="Write the job with the best settings to this file.")] = None,
     nproc: Nproc = None,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.data.sample_order.epochs import with_steps
+from weft.data.open_dataset import with_steps
 from weft.extensions.tune.search_space import SAMPLERS, Dimension, parse_space
 from weft.extensions.tune.successive_halving import Trial, rungs, successive_halving
 from weft.extensions.tune.trial_plot import draw_trials

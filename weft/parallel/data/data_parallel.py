@@ -26,8 +26,7 @@ from weft.comm.shards import like, local_of, placed_like
 from weft.memory.gradient_offload import OffloadedGradients
 from weft.memory.released_gradients import ReleasedGradients
 from weft.memory.split_master import copy_rounded, hollow, rounded
-from weft.parallel.data.bucket import Bucket
-from weft.parallel.data.bucket_queue import BucketQueue
+from weft.parallel.data.buckets import Bucket, BucketQueue
 from weft.parallel.data.compression import Compressor
 from weft.parallel.data.delayed_sums import DelayedSums
 from weft.parallel.data.fsdp_compression import CompressedGather, CompressedScatter
@@ -68,7 +67,7 @@ class Replicas:
     """Whole copies of the model: gradients are summed over the dp_replicate axis during the backward pass.
 
     Weights compute in `dtype`; where that is not fp32 the master weights are a copy, and gradients are summed in fp32.
-    Buckets are reduced in the same order on every rank (bucket_queue.py), whichever gradients a rank has. `summed`: a
+    Buckets are reduced in the same order on every rank (buckets.py), whichever gradients a rank has. `summed`: a
     step adds up the gradients of several microbatches; on one rank and without that, no bucket is needed. `start`
     begins to sum a bucket over the axis; by default the backend's own all-reduce. The weights in `apart` are replicated
     on other ranks than the rest: `start_apart` sums their gradients. With `low_halves` the module's weights are

@@ -19,7 +19,7 @@ from torch import Tensor
 from weft.comm.axis import Axis, Pending
 from weft.comm.background import Done
 from weft.comm.foreach_internals import foreach_copy_, sums_of_squares
-from weft.parallel.data.bucket import Bucket
+from weft.parallel.data.buckets import Bucket
 from weft.parallel.data.local_sgd import Apply, EveryStep, Tensors, Update, UpdateResult
 
 AVERAGES_TO_PREDICT = 2
@@ -85,9 +85,14 @@ class PredictedSums(EveryStep):
     result: UpdateResult | None = None
     no_snapshots = "with train.sync=predict sums are in flight between steps; the run continues from checkpoints"
 
-    def update(self, update: Update, apply: Apply) -> UpdateResult:
-        assert self.replicas.late is not None
+    def applying(self, apply: Apply) -> Apply:
         self.apply = apply
+        return self.update
+
+    def update(self, update: Update) -> UpdateResult:
+        """Apply the average of the step before, and predict that of this one."""
+        apply = self.apply
+        assert self.replicas.late is not None and apply is not None
         now = InFlight(update, self.replicas.late.take(self.replicas.buckets))
         self._settle()
         if len(self.averages) < AVERAGES_TO_PREDICT or update.step == self.last:
@@ -95,7 +100,7 @@ class PredictedSums(EveryStep):
         self._keep_true()
         one = torch.ones_like(update.factor)
         self._set_gradients([2 * last - before for last, before in zip(*self.averages, strict=True)])
-        apply(Update(update.step, one, update.lr, average=False))
+        apply(Update(update.step, one, update.lr, update.count, average=False))
         self.predicted, self.in_flight = True, now
         if self.result is None:  # just resumed
             norm = sums_of_squares(self.averages[0]).sum().sqrt().float()
@@ -120,7 +125,7 @@ class PredictedSums(EveryStep):
             found.append(total.mul_(flight.update.factor))
         self._set_gradients(found)
         update = flight.update
-        self.result = self.apply(Update(update.step, torch.ones_like(update.factor), update.lr))
+        self.result = self.apply(Update(update.step, torch.ones_like(update.factor), update.lr, update.count))
         self.averages = [found, *self.averages[: AVERAGES_TO_PREDICT - 1]]
         if not self.result.taken:
             self.averages = []  # wait for the next sums

@@ -30,6 +30,8 @@ class Update:
     step: int
     factor: Tensor
     lr: float
+    count: Tensor
+    """Valid targets of the samples whose gradients were summed."""
     average: bool = True
     """Whether averages of the weights (EMA) take the update in."""
 
@@ -53,12 +55,9 @@ class EveryStep:
     no_snapshots = ""
     """Why steps are not copied to memory; empty: they are."""
 
-    def update(self, update: Update, apply: Apply) -> UpdateResult:
-        """Update the weights after the backward passes of a step."""
-        return apply(update)
-
-    def after_step(self, step: int, count: Tensor, refresh: Callable[[], None]) -> None:
-        """Call after a step with its number of valid targets."""
+    def applying(self, apply: Apply) -> Apply:
+        """The function that updates the weights after the backward passes of a step, by `apply`."""
+        return apply
 
     def tensors(self) -> Tensors:
         """Its state, by name."""
@@ -93,11 +92,13 @@ class Rounds(EveryStep):
     """
 
     def __init__(
-        self, sync: Sync, axis: Axis, start: Start, master_params: Tensors, averages: Tensors, last: int, limit: int
-    ):
+        self, sync: Sync, axis: Axis, start: Start, master_params: Tensors, averages: Tensors, last: int, limit: int,
+        refresh: Callable[[], None],
+    ):  # fmt: skip
         """`averages` are the EMA's; after step `last` the replicas are averaged in any case; `limit` is the number of
-        elements of a message."""
+        elements of a message; `refresh` is called after the weights were averaged."""
         self.sync, self.axis, self.start, self.last, self.limit = sync, axis, start, last, limit
+        self.refresh = refresh
         self.master_params, self.averages = master_params, averages
         self.rate, self.momentum = sync.outer
         self.codec = CODECS.get(sync.quantize)
@@ -110,15 +111,20 @@ class Rounds(EveryStep):
         self.anchor = _copies(master_params) if outer or self.codec else {}
         self.velocity = {n: torch.zeros_like(local_of(m.detach())) for n, m in master_params.items()} if outer else {}
 
-    def after_step(self, step: int, count: Tensor, refresh: Callable[[], None]) -> None:
-        self.tokens += count
-        self.since += 1
-        self.sent = 0
-        if step % self.sync.period == 0 or step == self.last:
-            before = sum(self.axis.bytes.values())
-            self._exchange()
-            refresh()
-            self.sent = sum(self.axis.bytes.values()) - before
+    def applying(self, apply: Apply) -> Apply:
+        def update(update: Update) -> UpdateResult:
+            result = apply(update)
+            self.tokens += update.count
+            self.since += 1
+            self.sent = 0
+            if update.step % self.sync.period == 0 or update.step == self.last:
+                before = sum(self.axis.bytes.values())
+                self._exchange()
+                self.refresh()
+                self.sent = sum(self.axis.bytes.values()) - before
+            return result
+
+        return update
 
     @torch.no_grad()
     def _exchange(self) -> None:

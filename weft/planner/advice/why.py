@@ -14,7 +14,8 @@ from weft.planner.time.step import Estimates
 AXES = ("pp", "tp", "cp", "ep")
 TIME_WORDS = {
     "compute": "computing", "tp": "tensor-parallel traffic", "cp": "context-parallel traffic", "ep": "expert traffic",
-    "pp_bubble": "pipeline bubble", "pp_send": "messages between stages", "dp": "gradient and weight traffic",
+    "pp_bubble": "filling and draining the pipeline", "pp_send": "messages between stages",
+    "dp": "gradient and weight traffic",
     "optimizer": "the optimizer", "offload": "copies to the host", "host": "the host",
     "waiting": "waiting for the slowest", "data": "data",
 }  # fmt: skip

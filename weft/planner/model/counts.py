@@ -41,7 +41,8 @@ def count_parameters(model: Model) -> Counts | None:
     embedding = _elements(model, 0, 0, begins=True)
     head = _elements(model, 0, 0, begins=True, ends=True) - embedding
     if (firsts := model.first_blocks) is None:
-        return Counts(embedding, _elements(model, 0, 1), layers, head)
+        block, rest = divmod(_elements(model, 0, layers), max(1, layers))  # blocks of a family may differ
+        return Counts(embedding, block, layers, head + rest)
     routed = [w for w in weights_of(model, False, firsts, firsts + 1, False, False) if w.experts]
     top_k = model.experts.top_k if model.experts else 0
     return Counts(

@@ -15,6 +15,14 @@ def step_flops(job: Job) -> float:
     return (flops_per_sample(job.model, job.data.seq_len) or 0.0) * job.train.global_batch
 
 
+def mfu_peak_flops(plan: Plan, job: Job) -> float | None:
+    """FLOP/s of a rank that a run counts as an MFU of 1: as its plan did, so that both figures can be compared."""
+    mfu, seconds = plan.predicted.get("mfu"), plan.predicted.get("step_time_s")
+    if (peak := peak_flops(plan, job)) or not mfu or not seconds:
+        return peak
+    return step_flops(job) / (mfu * seconds * plan.world)
+
+
 def peak_flops(plan: Plan, job: Job) -> float | None:
     """The device's dense peak in the plan's precision, FLOP/s, where it is known; in fp8 a blend of both peaks."""
     try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from weft.hardware.rank_environment import rank_info, under_mpi
+from weft.hardware.rank_environment import launcher_backend, rank_info
+from weft.job.comm import BACKENDS
 from weft.job.compression import parse_compression
 from weft.job.schema import Job
 from weft.planner.plan import Plan
@@ -46,7 +47,7 @@ def encryption_rule(job: Job, plan: Plan) -> str | None:
     """Only Gloo and Weft's own messages can be encrypted."""
     here = rank_info()
     one_machine = job.cluster.nodes == 1 and here.local_world == here.world
-    if not job.comm.encrypt or one_machine or job.train.sync.entry.starts_processes or plan.backend == "gloo":
+    if not job.comm.encrypt or one_machine or job.train.sync.entry.starts_processes or BACKENDS[plan.backend].encrypts:
         return None
     return (
         f"comm.encrypt=true: the gradients of several nodes are sent by {plan.backend}, which cannot encrypt; "
@@ -55,8 +56,12 @@ def encryption_rule(job: Job, plan: Plan) -> str | None:
     )
 
 
-def mpi_rule(job: Job, plan: Plan) -> str | None:
-    """The mpi backend needs ranks started by mpirun."""
-    if plan.backend != "mpi" or plan.world == 1 or under_mpi():
+def launcher_rule(job: Job, plan: Plan) -> str | None:
+    """Some backends need ranks that their launcher started."""
+    backend = BACKENDS[plan.backend]
+    if not backend.launcher or plan.world == 1 or launcher_backend() == backend.name:
         return None
-    return f"comm.backend=mpi needs ranks that MPI started: mpirun -n {plan.world} weft train …; gloo would work"
+    return (
+        f"comm.backend={backend.name} needs ranks that {backend.launcher} started: {backend.launcher} -n {plan.world} "
+        f"weft train …; {backend.other} would work"
+    )

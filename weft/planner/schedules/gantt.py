@@ -93,6 +93,8 @@ def _wrapped(words: Sequence[str], width: int) -> list[str]:
 
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _ROW, _GAP = 960, 66, 16, 44, 30, 5
+_BLOCK, _BREAK = 24, 26
+"""Width of a typical action of a step too long to be drawn whole, and of the gap where a part of it is left out."""
 _STYLE = """
 .gantt text{font:13px system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif}
 .gantt .bg{fill:#ffffff}.gantt .ink{fill:#1c1e21}.gantt .soft{fill:#5c636b}.gantt .track{fill:#ecedef}
@@ -104,11 +106,44 @@ _STYLE = """
 """
 
 
+@dataclass(frozen=True)
+class _Stretch:
+    """A part of the time line and its place in the picture."""
+
+    start: float
+    end: float
+    x: float
+    scale: float
+
+    def at(self, time: float) -> float:
+        return self.x + (min(max(time, self.start), self.end) - self.start) * self.scale
+
+
+def is_shortened(timeline: Timeline) -> bool:
+    """Whether an SVG of the time line shows only its begin, middle and end, because its actions would be too thin."""
+    lengths = sorted(s.end - s.start for s in timeline.spans if s.kind in "FBIW" and s.end > s.start)
+    if not lengths:
+        return False
+    return timeline.length > 1.5 * lengths[len(lengths) // 2] * (_WIDTH - _LEFT - _RIGHT) / _BLOCK
+
+
+def _stretches(timeline: Timeline, until: float) -> list[_Stretch]:
+    room = float(_WIDTH - _LEFT - _RIGHT)
+    if not is_shortened(timeline):
+        end = max(until, timeline.length) or 1.0
+        return [_Stretch(0.0, end, _LEFT, room / end)]
+    lengths = sorted(s.end - s.start for s in timeline.spans if s.kind in "FBIW" and s.end > s.start)
+    scale, wide = _BLOCK / lengths[len(lengths) // 2], (room - 2 * _BREAK) / 3
+    long = wide / scale
+    starts = (0.0, (timeline.length - long) / 2, timeline.length - long)
+    return [_Stretch(start, start + long, _LEFT + i * (wide + _BREAK), scale) for i, start in enumerate(starts)]
+
+
 def gantt_svg(timeline: Timeline, title: str, until: float | None = None, unit: str = "long") -> str:
-    """An SVG for light and dark pages. `until` is the end of its axis, to compare several pictures."""
+    """An SVG for light and dark pages. `until` is the end of its axis, to compare several pictures. Of a step with
+    very many actions it shows the begin, the middle and the end."""
     ranks = len(timeline.idle)
-    end = max(until or 0.0, timeline.length) or 1.0
-    scale = (_WIDTH - _LEFT - _RIGHT) / end
+    stretches = _stretches(timeline, until or 0.0)
     bottom = _TOP + ranks * (_ROW + _GAP)
     height = bottom + 62
     out = [
@@ -122,12 +157,21 @@ def gantt_svg(timeline: Timeline, title: str, until: float | None = None, unit: 
     for rank in range(ranks):
         y = _TOP + rank * (_ROW + _GAP)
         out.append(f'<text class="ink" x="16" y="{y + _ROW / 2 + 4.5:g}">rank {rank}</text>')
-        wide = timeline.length * scale
-        out.append(f'<rect class="track" x="{_LEFT}" y="{y}" width="{wide:.2f}" height="{_ROW}"/>')
+        spans = _drawn(timeline.spans, rank)
         stages = sorted({s.stage for s in timeline.spans if s.rank == rank})
-        for span in _drawn(timeline.spans, rank):
-            out.append(_block(span, stages, _LEFT + span.start * scale, y, (span.end - span.start) * scale))
-    out += _axis(end, scale, bottom)
+        for part in stretches:
+            wide = part.at(timeline.length) - part.x
+            out.append(f'<rect class="track" x="{part.x:g}" y="{y}" width="{wide:.2f}" height="{_ROW}"/>')
+            for span in spans:
+                if (span.end > part.start and span.start < part.end) or len(stretches) == 1:
+                    x = part.at(span.start)
+                    out.append(_block(span, stages, x, y, part.at(span.end) - x))
+    first, last = _TOP + _ROW / 2 + 4, bottom - _GAP - _ROW / 2 + 4
+    for part in stretches[1:]:
+        for level in sorted({first, last}):
+            out.append(f'<text class="soft" x="{part.x - _BREAK / 2:g}" y="{level:g}" text-anchor="middle">⋯</text>')
+    for part in stretches:
+        out += _axis(part, stretches[0].end if len(stretches) == 1 else 3 * (part.end - part.start), bottom)
     out += _key(timeline, height - 14)
     return "\n".join([*out, "</svg>"]) + "\n"
 
@@ -153,12 +197,12 @@ def paler(colour: str, share: float) -> str:
     return "#" + "".join(f"{round(c + (255 - c) * share * 1.2):02x}" for c in parts)
 
 
-def _axis(end: float, scale: float, y: float) -> list[str]:
-    step = 10.0 ** math.floor(math.log10(end))
-    step = next(step * f for f in (0.1, 0.2, 0.5, 1, 2) if end / (step * f) <= 12)
+def _axis(part: _Stretch, shown: float, y: float) -> list[str]:
+    step = 10.0 ** math.floor(math.log10(shown))
+    step = next(step * f for f in (0.1, 0.2, 0.5, 1, 2) if shown / (step * f) <= 12)
     out = []
-    for i in range(math.floor(end / step + 1e-9) + 1):
-        x = _LEFT + i * step * scale
+    for i in range(math.ceil(part.start / step - 1e-9), math.floor(part.end / step + 1e-9) + 1):
+        x = part.at(i * step)
         out.append(f'<line class="tick" x1="{x:.2f}" x2="{x:.2f}" y1="{y - 2:g}" y2="{y + 4:g}"/>')
         out.append(f'<text class="soft" x="{x:.2f}" y="{y + 18:g}" text-anchor="middle">{i * step:.4g}</text>')
     return out

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from weft.job.compression import COMPRESSORS
+from weft.job.import_by_name import find_object
+from weft.job.model import FAMILIES
 from weft.job.schema import Job
 from weft.planner.rules.arithmetic import divisors
 from weft.planner.rules.tensor_rules import heads_fit
@@ -106,6 +108,9 @@ def job_space(job: Job, world: int, precision: str, recompute: Iterable[str] = R
     parts = layers if model.takes_vectors else layers + 2
     tp = [d for d in options if width % d == 0 and (not heads or heads_fit(model, d))]
     cp = [d for d in options if d == 1 or (heads and seq % (2 * d) == 0 and seq // d >= MIN_CP_TOKENS and model.causal)]
+    family = FAMILIES[model.family] if model.family else None
+    axes = find_object(family.axes, "model.family")(job) if family and family.axes else {"tp", "pp", "cp"}
+    tp, cp = (sizes if axis in axes else [1] for axis, sizes in (("tp", tp), ("cp", cp)))
     experts = model.experts.count if model.experts else 0
     if experts:
         expert_width = (model.experts.ffn if model.experts else 0) or width
@@ -119,7 +124,7 @@ def job_space(job: Job, world: int, precision: str, recompute: Iterable[str] = R
         fixed["schedules"] = tuple((name, stages) for name, stages in _PIPELINES if not SCHEDULES[name].splits_backward)
     return Space(
         **share, parts=parts, tp_parts=-(-layers // 2) if model.takes_vectors else None, tp=tuple(tp), cp=tuple(cp),
-        pp=tuple(d for d in options if d <= parts),
+        pp=tuple(d for d in options if d <= parts) if "pp" in axes else (1,),
         ep=tuple(d for d in options if experts % d == 0) if experts and job.comm.compression == "none" else (1,),
         heads=heads, kv_heads=kv, experts=experts, **fixed,
     )  # fmt: skip

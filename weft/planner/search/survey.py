@@ -55,8 +55,8 @@ class Point:
         return {
             "layout": p.layout(), "nodes": self.nodes, "world": p.world,
             **{name: getattr(p, name) for name in SEARCHED_FIELDS},
-            "effective_step_time_s": self.step_time_s, "peak_memory_gib": self.peak_gib, "cost_usd": self.usd,
-            "energy_kwh": self.kwh, "lacks": self.lacks,
+            "step_time_s": self.raw_step_time_s, "effective_step_time_s": self.step_time_s,
+            "peak_memory_gib": self.peak_gib, "cost_usd": self.usd, "energy_kwh": self.kwh, "lacks": self.lacks,
         }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.watch.figures.figure import Figure, Record
 
-COLUMNS, ROWS = 240, 512
+COLUMNS, ROWS = 120, 256
 """Most steps and experts that are drawn; with more steps, each column is a mean."""
 COLOURS = [[0.0, "#2166ac"], [0.5, "#f4f4f4"], [1.0, "#b2182b"]]
 
@@ -39,16 +39,15 @@ def expert_figure(records: Sequence[Record]) -> Figure | None:
         "type": "heatmap",
         "x": [part[-1][0] for part in bins],
         "y": labels[:ROWS],
-        "z": [[round(v, 3) for v in row] for row in shown],
+        "z": [[round(v, 2) for v in row] for row in shown],
         "zmin": 0,
         "zmax": 2,
         "colorscale": COLOURS,
-        "colorbar": {"title": {"text": "over even"}, "thickness": 12},
-        "hovertemplate": "step %{x}, block·expert %{y}: %{z:.2f}<extra></extra>",
+        "colorbar": {"title": {"text": "times an even share"}},
     }
     layout = {
         "xaxis": {"title": {"text": "step"}},
-        "yaxis": {"title": {"text": "block·expert"}, "autorange": "reversed"},
+        "yaxis": {"title": {"text": "block·expert"}},
     }
     return Figure("experts", "Experts' load", caption, [trace], layout, height=min(900, 140 + 10 * len(shown)))
 

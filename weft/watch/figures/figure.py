@@ -1,4 +1,4 @@
-"""A figure of a report: traces and layout for plotly, and how the values of run files are read."""
+"""A figure of a page, and how the values of run files are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Figure:
-    """Traces and layout for plotly, or a sentence if there is nothing to draw."""
+    """What figures.js draws, or a sentence if there is nothing to draw.
+
+    `data` holds traces: `scatter` (mode lines, markers or both), `bar`, or one `heatmap`. Their keys and those of
+    `layout` are plotly's, as far as figures.js reads them; a colour such as @blue is the page's. `hovertext` is plain
+    text.
+    """
 
     id: str
     title: str

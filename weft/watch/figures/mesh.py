@@ -43,7 +43,7 @@ def mesh_figure(data: dict[str, Any]) -> Figure:
         for local in range(each):
             place = coordinates(plan, node * each + local)
             row.append(place[axis] % len(SHADES))
-            hover.append(f"rank {node * each + local}<br>" + ", ".join(f"{a} {place[a]}" for a in split))
+            hover.append(f"rank {node * each + local}\n" + ", ".join(f"{a} {place[a]}" for a in split))
             label.append(" ".join(f"{short[a]}{place[a]}" for a in split))
         colours.append(row)
         texts.append(hover)
@@ -51,20 +51,15 @@ def mesh_figure(data: dict[str, Any]) -> Figure:
     last = len(SHADES) - 1
     scale = [[(i + e) / len(SHADES), colour] for i, colour in enumerate(SHADES) for e in (0, 1)]
     trace = {
-        "type": "heatmap", "z": colours, "zmin": -0.5, "zmax": last + 0.5, "colorscale": scale, "showscale": False,
-        "text": labels, "texttemplate": "%{text}" if each <= 16 else "", "hovertext": texts, "hoverinfo": "text",
+        "type": "heatmap", "z": colours, "zmin": -0.5, "zmax": last + 0.5, "colorscale": scale,
+        "text": labels, "texttemplate": "%{text}" if each <= 16 else "", "hovertext": texts,
         "x": [f"device {i}" for i in range(each)], "y": [f"node {i}" for i in range(shown)], "xgap": 2, "ygap": 2,
-        "textfont": {"color": "#14171a", "size": 11},
     }  # fmt: skip
     named = ", ".join(f"{short[a]} {a}" for a in split) or "one rank"
     unit = {"pp": "stage", "dp_shard": "shard", "dp_replicate": "replica"}[axis]
     caption = f"The colour is the {unit}; {named}."
     caption += f" The first {shown} of {nodes} nodes." if shown < nodes else ""
-    layout = {
-        "yaxis": {"autorange": "reversed", "showgrid": False}, "xaxis": {"side": "bottom", "showgrid": False},
-        "margin": {"l": 70, "r": 20, "t": 40, "b": 40},
-    }  # fmt: skip
-    return Figure("mesh", "The mesh on the nodes", caption, [trace], layout, height=90 + 30 * shown)
+    return Figure("mesh", "The mesh on the nodes", caption, [trace], height=40 + 30 * shown)
 
 
 def pipeline_text(data: dict[str, Any]) -> str:
@@ -80,4 +75,6 @@ def pipeline_text(data: dict[str, Any]) -> str:
     shown = (
         plan.schedule if count == plan.accumulation else f"{plan.schedule}, {count} of {plan.accumulation} microbatches"
     )
-    return json.dumps({"schedule": shown, "simulated": {"spans": spans, "length": line.length, "bubble": line.bubble}})
+    least = min(line.idle) / line.length if line.length else 0.0
+    simulated = {"spans": spans, "length": line.length, "bubble": line.bubble, "bubble_of_busiest": least}
+    return json.dumps({"schedule": shown, "simulated": simulated, "planned": True})

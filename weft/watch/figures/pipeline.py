@@ -6,14 +6,13 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from weft.planner.schedules.gantt import STYLES, gantt_svg
+from weft.planner.advice.why import TIME_WORDS
+from weft.planner.schedules.gantt import STYLES, gantt_svg, is_shortened
 from weft.planner.schedules.simulate import Span, Timeline
 from weft.watch.figures.figure import number
 from weft.watch.html_page import esc, section
 
 MAX_RANKS = 64
-MAX_SPANS = 12_000
-"""More make the page larger and the chart no clearer."""
 COMPUTE = ("F", "B", "I", "W")
 TITLE = "The pipeline's step"
 
@@ -49,9 +48,10 @@ def pipeline_card(text: str) -> str:
         )
         for panel in panels
     )  # fmt: skip
-    sentences = [f"Schedule {raw.get('schedule') or 'pipeline'}.", _bubbles(panels)]
+    least = number((raw.get("simulated") or {}).get("bubble_of_busiest")) if raw.get("planned") else None
+    sentences = [f"Schedule {raw.get('schedule') or 'pipeline'}.", _bubbles(panels, least)]
     caption = " ".join(sentences + [note for panel in panels for note in panel.notes])
-    return section(TITLE, f'<p class="caption">{esc(caption)}</p><div id="pipeline">{charts}</div>')
+    return section(TITLE, f'<p class="caption">{esc(caption)}</p><div id="pipeline" class="scroll">{charts}</div>')
 
 
 def _panel(name: str, raw: Any) -> Panel | None:
@@ -71,17 +71,22 @@ def _panel(name: str, raw: Any) -> Panel | None:
     ranks = max(s.rank for s in spans) + 1
     shown = sorted((s for s in spans if s.rank < MAX_RANKS), key=lambda s: s.start)
     notes = [f"The first {MAX_RANKS} of {ranks} ranks are shown."] if ranks > MAX_RANKS else []
-    if len(shown) > MAX_SPANS:
-        notes.append(f"Of the {name} step's {len(shown):,} actions the first {MAX_SPANS:,} are shown.")
-    line = Timeline(tuple(shown[:MAX_SPANS]), length, bubble, (), 0, (0.0,) * min(ranks, MAX_RANKS))
+    line = Timeline(tuple(shown), length, bubble, (), 0, (0.0,) * min(ranks, MAX_RANKS))
+    if is_shortened(line):
+        notes.append(f"Of the {name} step's {len(shown):,} actions, those of its begin, middle and end are drawn.")
     step = number(raw.get("step"))
     return Panel(name if step is None else f"{name}, step {step:,.0f}", line, notes)
 
 
-def _bubbles(panels: list[Panel]) -> str:
+def _bubbles(panels: list[Panel], least: float | None) -> str:
     bubble = {p.name.partition(",")[0]: f"{p.line.bubble:.1%}" for p in panels}
     if len(panels) == 2:
         return f"The ranks waited {bubble['measured']} of the step; the simulator expected {bubble['simulated']}."
     if "measured" in bubble:
         return f"The ranks waited {bubble['measured']} of the step."
+    if least is not None:
+        return (
+            f"The ranks are idle {bubble['simulated']} of this time line (the bubble), and the busiest {least:.1%}. "
+            f"Only the latter makes the step longer: it is the time of {TIME_WORDS['pp_bubble']}."
+        )
     return f"The simulator expects the ranks to wait {bubble['simulated']} of the step; no step was recorded."

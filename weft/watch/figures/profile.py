@@ -45,16 +45,13 @@ def profile_figure(text: str) -> Figure | None:
     layout = {
         "barmode": "stack",
         "showlegend": True,
-        "xaxis": {"title": {"text": "milliseconds"}, "range": [0, longest * 1.01], "zeroline": False},
+        "xaxis": {"title": {"text": "milliseconds"}, "range": [0, longest * 1.01]},
         "yaxis": {
             "tickvals": list(range(len(shown))),
             "ticktext": [f"rank {i}" for i in range(len(shown))],
             "range": [len(shown) - 0.4, -0.6],
             "showgrid": False,
-            "zeroline": False,
         },
-        "legend": {"orientation": "h", "x": 0, "y": 1.04, "yanchor": "bottom", "traceorder": "normal"},
-        "margin": {"l": 70, "r": 20, "t": 60, "b": 48},
     }
     return Figure("profile", TITLE, _caption(text, ranks), data, layout, height=150 + 44 * len(shown))
 
@@ -67,20 +64,19 @@ def _trace(name: str, rows: list[ProfileRow | None]) -> dict[str, Any]:
         "y": list(range(len(rows))),
         "x": [r.ms if r else 0.0 for r in rows],
         "width": 0.7,
-        "marker": {"color": COLOURS[name], "line": {"color": "@card", "width": 1}},
+        "marker": {"color": COLOURS[name]},
         "hovertext": [_hover(r) if r else "" for r in rows],
-        "hoverinfo": "text",
     }
 
 
 def _hover(row: ProfileRow) -> str:
     rate, roof = rate_of(row)
-    lines = [f"<b>{row.name}</b>: {row.ms:.3g} ms, {row.share:.1%}"]
+    lines = [f"{row.name}: {row.ms:.3g} ms, {row.share:.1%}"]
     if row.distance is not None:
         lines.append(f"{rate}, roof {roof}: {row.distance:.2f}× the time at the roof")
     kernels = row.top or []
-    lines += [f"{k['ms']:.3g} ms  {str(k['name']).replace('<', '&lt;')}" for k in kernels if k.get("ms")]
-    return "<br>".join(lines)
+    lines += [f"{k['ms']:.3g} ms  {k['name']}" for k in kernels if k.get("ms")]
+    return "\n".join(lines)
 
 
 def _caption(text: str, ranks: list[list[ProfileRow]]) -> str:

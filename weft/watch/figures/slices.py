@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -85,23 +84,27 @@ def slice_map(slices: Slices) -> Figure:
     groups = group(slices.tensors)
     labels: list[str] = []
     z: list[list[int | None]] = []
-    text: list[list[str]] = []
+    names: list[str] = []
+    cells: list[list[str]] = []
     most, shown = 0, 0
     for part in groups:
         if len(labels) + len(part.rows) + 1 > MAX_ROWS and labels:
             break
         alike = f" · {len(part.indices)} alike" if len(part.indices) > 1 else ""
-        labels.append(f"<b>{_escape(_short(part.label))}</b>{alike}")
+        labels.append(f"{_short(part.label)}{alike}")
         z.append([None] * len(ranks))
-        text.append([""] * len(ranks))
+        names.append("")
+        cells.append([])
         for relative, tensor in part.rows[: MAX_ROWS - len(labels)]:
             shown += 1
             numbers = slice_numbers(tensor)
             most = max(most, *numbers.values(), 0) if numbers else most
-            labels.append(f"{_escape(_short(relative))}  {'×'.join(map(str, tensor.shape)) or 'scalar'}")
+            shape = "×".join(map(str, tensor.shape)) or "scalar"
+            labels.append(f"{_short(relative)}  {shape}")
             z.append([numbers[tensor.held[r]] if r in tensor.held else None for r in ranks])
             full = f"{part.label}.{relative}" if part.label != "(top)" else relative
-            text.append([_hover(full, tensor, r, slices.ranks[r], numbers) for r in ranks])
+            names.append(f"{full} {shape}")
+            cells.append(_describe(tensor, numbers))
     notes = []
     rows = sum(len(part.rows) for part in groups)
     if shown < rows:
@@ -118,26 +121,15 @@ def slice_map(slices: Slices) -> Figure:
         "slices",
         "Which rank holds which slice",
         caption,
-        [_heatmap(ranks, z, text, most)] if labels else [],
+        [_heatmap([_place(r, slices.ranks[r]) for r in ranks], z, names, cells, most)] if labels else [],
         {
             "xaxis": {
                 "title": {"text": "rank"},
                 "side": "top",
                 "tickvals": list(range(0, len(ranks), max(1, math.ceil(len(ranks) / 32)))),
                 "ticktext": [str(ranks[i]) for i in range(0, len(ranks), max(1, math.ceil(len(ranks) / 32)))],
-                "showgrid": False,
-                "zeroline": False,
             },
-            "yaxis": {
-                "tickvals": list(range(len(labels))),
-                "ticktext": labels,
-                "autorange": "reversed",
-                "showgrid": False,
-                "zeroline": False,
-                "ticks": "",
-                "automargin": True,
-            },
-            "margin": {"t": 60, "b": 20},
+            "yaxis": {"ticktext": labels},
         },
         height=110 + 18 * len(labels),
         max_width=420 + 90 * len(ranks),
@@ -184,7 +176,10 @@ def spans(numbers: Iterable[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)
 
 
-def _heatmap(ranks: list[int], z: list[list[int | None]], text: list[list[str]], most: int) -> dict[str, Any]:
+def _heatmap(
+    places: list[str], z: list[list[int | None]], names: list[str], cells: list[list[str]], most: int
+) -> dict[str, Any]:
+    """The trace; a cell's text is its row's name, its column's rank, and what its row says of the slice's number."""
     if most <= len(PALETTE):
         colors = [WHOLE, *PALETTE[:most]]
         edges = [(i + e) / (most + 1) for i in range(most + 1) for e in (0, 1)]
@@ -200,51 +195,41 @@ def _heatmap(ranks: list[int], z: list[list[int | None]], text: list[list[str]],
     return {
         "type": "heatmap",
         "name": "slices",
-        "x": list(range(len(ranks))),
+        "x": list(range(len(places))),
         "y": list(range(len(z))),
         "z": z,
-        "text": text,
-        "hovertemplate": "%{text}<extra></extra>",
-        "hoverongaps": False,
-        "xgap": 2 if len(ranks) <= 32 else 0,
+        "rows": names,
+        "columns": places,
+        "cells": cells,
+        "xgap": 2 if len(places) <= 32 else 0,
         "ygap": 2,
         "zmin": -0.5,
         "zmax": most + 0.5,
         "colorscale": scale,
         "colorbar": {
-            "title": {"text": "slice", "font": {"size": 13}},
+            "title": {"text": "slice"},
             "tickvals": ticks,
             "ticktext": ["whole" if t == 0 else str(t) for t in ticks],
-            "thickness": 12,
-            "len": 260,
-            "lenmode": "pixels",
-            "y": 1,
-            "yanchor": "top",
-            "outlinewidth": 0,
+            "continuous": most > len(PALETTE),
         },
     }
 
 
-def _hover(
-    name: str, tensor: SlicedTensor, rank: int, coords: dict[str, int], numbers: dict[tuple[Range, ...], int]
-) -> str:
-    held = tensor.held.get(rank)
-    if held is None:
-        return ""
-    where = ", ".join(f"{_escape(a)} {i}" for a, i in coords.items())
-    share = sum(math.prod(b - a for a, b in cut) for cut in held) / max(1, math.prod(tensor.shape))
-    ranges = " and ".join("[" + ", ".join(f"{a}:{b}" for a, b in cut) + "]" for cut in held)
-    kind = "the whole tensor" if numbers[held] == 0 else f"slice {numbers[held]}"
-    shape = "×".join(map(str, tensor.shape)) or "scalar"
-    return (
-        f"<b>{_escape(name)}</b> {shape}<br>rank {rank}{f' ({where})' if where else ''}: {kind}<br>"
-        f"{ranges}, {share:.1%} of it"
-    )
+def _place(rank: int, coords: dict[str, int]) -> str:
+    axes = ", ".join(f"{axis} {i}" for axis, i in coords.items())
+    return f"rank {rank} ({axes})" if axes else f"rank {rank}"
+
+
+def _describe(tensor: SlicedTensor, numbers: dict[tuple[Range, ...], int]) -> list[str]:
+    """What each slice number of a tensor stands for."""
+    whole = max(1, math.prod(tensor.shape))
+    text = []
+    for cut, n in numbers.items():
+        ranges = " and ".join("[" + ", ".join(f"{a}:{b}" for a, b in part) + "]" for part in cut)
+        share = sum(math.prod(b - a for a, b in part) for part in cut) / whole
+        text.append(f"{'the whole tensor' if n == 0 else f'slice {n}'}, {ranges}, {share:.1%} of it")
+    return text
 
 
 def _short(name: str) -> str:
     return name if len(name) <= MAX_LABEL else "…" + name[-MAX_LABEL + 1 :]
-
-
-def _escape(text: str) -> str:
-    return html.escape(text, quote=False)

@@ -1,4 +1,4 @@
-"""The report's figures over steps, as plotly descriptions; colours are names that the page's theme resolves."""
+"""The report's figures over steps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from itertools import accumulate
 from statistics import median
 from typing import Any, NamedTuple
 
+from weft.watch.figure_text import figure_text
 from weft.watch.figures.figure import Figure, Record, column, number, unit_of
 
 # more points make the page larger and the figure no clearer
-MAX_POINTS = 3000
+MAX_POINTS, MAX_SMOOTH_POINTS = 1200, 500
 MAX_BINS = 40
+MAX_MARKERS = 60
+"""More evaluations are a line without markers."""
 
 
 class Mark(NamedTuple):
@@ -63,18 +66,18 @@ def loss_figure(records: Sequence[Record], events: Sequence[Record], marks: Sequ
     if any(y is not None for y in losses):
         x, y = thin(steps, losses)
         data.append(_line("train", x, y, "@quiet", width=1))
-        x, y = thin(steps, smooth(losses))
+        x, y = thin(steps, smooth(losses), MAX_SMOOTH_POINTS)
         data.append(_line("train, smoothed", x, y, "@blue", width=2.5))
     if val:
         data.append(
             {
                 "type": "scatter",
-                "mode": "lines+markers",
+                "mode": "lines+markers" if len(val) <= MAX_MARKERS else "lines",
                 "name": "validation",
                 "x": list(val),
                 "y": list(val.values()),
                 "line": {"color": "@orange", "width": 1, "dash": "dot"},
-                "marker": {"color": "@orange", "size": 8, "symbol": "diamond"},
+                "marker": {"color": "@orange", "size": 7},
             }
         )
     gone = sum(y is None for y in losses)
@@ -110,8 +113,8 @@ def speed_figure(records: Sequence[Record], marks: Sequence[Mark]) -> Figure:
     figure = _over_steps("speed", "Bandwidth", seen, "comm_gb_per_s", "GB/s", marks, noisy=False, zero=True)
     sent = [v for v in column(seen, "comm_mib")[1] if v is not None]
     between = [v for v in column(seen, "comm_between_mib")[1] if v is not None]
-    caption = f"{median(sent):.3g} MiB a step from rank 0" if sent else ""
-    caption += f", {median(between):.3g} of it to other nodes" if between else ""
+    caption = f"{figure_text('comm_mib', median(sent))} a step from rank 0" if sent else ""
+    caption += f", {figure_text('comm_mib', median(between))} of it to other nodes" if between else ""
     return replace(figure, caption=caption)
 
 
@@ -146,7 +149,6 @@ def step_time_figure(records: Sequence[Record]) -> Figure:
     middle = median(times)
     layout = _layout("seconds per step", "steps", [])
     layout["shapes"] = [_vertical(middle, "@orange", f"median {middle:.3g} s")]
-    layout["bargap"] = 0.05
     layout["showlegend"] = True
     if high == low:
         layout["xaxis"]["range"] = [low - 20 * width, low + 20 * width]
@@ -158,7 +160,9 @@ def step_time_figure(records: Sequence[Record]) -> Figure:
         "y": counts,
         "width": width,
         "marker": {"color": "@blue"},
-        "hovertemplate": "%{y} steps near %{x:.4g} s<extra></extra>",
+        "hovertext": [
+            f"{n} steps of {low + i * width:.4g} to {low + (i + 1) * width:.4g} s" for i, n in enumerate(counts)
+        ],
         "showlegend": False,
     }
     return Figure("step-time", "Step time", caption, [bars], layout)
@@ -244,7 +248,7 @@ def _over_steps(
     x, y = thin(steps, values)
     data = [_line(title.lower(), x, y, "@quiet" if noisy else "@blue", width=1 if noisy else 2)]
     if noisy:
-        x, y = thin(steps, smooth(values))
+        x, y = thin(steps, smooth(values), MAX_SMOOTH_POINTS)
         data.append(_line("smoothed", x, y, "@blue", width=2.5))
     layout = _layout("step", unit, marks, zero=zero)
     layout["showlegend"] = noisy or bool(marks)
@@ -289,7 +293,7 @@ def _layout(x: str, y: str, marks: Sequence[Mark], zero: bool = False) -> dict[s
     """Axes with their units, and a dotted line at every resume and fault."""
     first = {mark.name: i for i, mark in reversed(list(enumerate(marks)))}
     return {
-        "xaxis": {"title": {"text": x}, "zeroline": False},
+        "xaxis": {"title": {"text": x}},
         "yaxis": {"title": {"text": y}, "rangemode": "tozero" if zero else "normal"},
         "shapes": [_vertical(m.step, m.color, m.name, legend=first[m.name] == i) for i, m in enumerate(marks)],
         "showlegend": True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.optim import Optimizer
 
@@ -11,14 +11,28 @@ from weft.extensions.adapters.optimizer_wrapper import OptimizerWrapper
 from weft.job.errors import JobError
 
 if TYPE_CHECKING:
-    from weft.extensions.adapters.accelerate.accelerator import Accelerator
     from weft.extensions.adapters.training import SpreadTraining
+
+
+class Accumulating(Protocol):
+    """What is used of an Accelerator."""
+
+    sync_gradients: bool
+    only_accumulate: bool
+    step_scheduler_with_optimizer: bool
+    optimizers: list[PreparedOptimizer]
+
+    @property
+    def split_batches(self) -> bool: ...
+
+    @property
+    def num_processes(self) -> int: ...
 
 
 class PreparedOptimizer(OptimizerWrapper):
     """An optimizer that takes a step where gradients were summed, and none while they are accumulated."""
 
-    def __init__(self, optimizer: Optimizer, accelerator: Accelerator, training: SpreadTraining):
+    def __init__(self, optimizer: Optimizer, accelerator: Accumulating, training: SpreadTraining):
         super().__init__(optimizer)
         self.accelerator, self.training, self.step_was_skipped = accelerator, training, False
 
@@ -62,7 +76,7 @@ class PreparedScheduler:
     """A schedule that moves with the optimizer's steps. As in Accelerate, one call is a step for each data-parallel
     rank, unless split_batches is set: a schedule counts the batches of one process."""
 
-    def __init__(self, scheduler: Any, accelerator: Accelerator):
+    def __init__(self, scheduler: Any, accelerator: Accumulating):
         self.scheduler, self.accelerator = scheduler, accelerator
 
     def step(self, *args: Any, **kwargs: Any) -> None:

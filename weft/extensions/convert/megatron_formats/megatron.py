@@ -11,7 +11,7 @@ from weft.extensions.convert.megatron_formats.megatron_layout import LAYOUT_RULE
 from weft.extensions.convert.megatron_formats.megatron_model import MODEL_RULES
 from weft.extensions.convert.megatron_formats.megatron_other import OTHER_RULES
 from weft.extensions.convert.megatron_formats.megatron_training import LAUNCH, TRAINING_RULES
-from weft.extensions.convert.settings import Result, Rule, Settings
+from weft.extensions.convert.settings import KEEP_ALL, Result, Rule, Settings
 
 
 def _unresolved(rule: Rule) -> Rule:
@@ -60,6 +60,7 @@ def _defaults(settings: Settings) -> dict[str, tuple[Any, str]]:
         "parallel.dp_replicate": (-1, "--use-distributed-optimizer is off"),
         "parallel.dp_shard": (1, "--use-distributed-optimizer is off"),
         "checkpoint.every": (0, "--save-interval is not given"),
+        "checkpoint.keep": (KEEP_ALL, "Megatron keeps every checkpoint"),
         "train.eval_every": (0, "--eval-interval is not given"), "train.eval_batches": (100, "Megatron's default"),
         "watch.every": (100, "Megatron's default"),
     }  # fmt: skip

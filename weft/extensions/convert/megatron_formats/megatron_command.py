@@ -54,13 +54,17 @@ def _expand(text: str, values: dict[str, str]) -> str:
 def arguments_of(text: str, file: str) -> Settings:
     """The arguments by name, as `num-layers`; those with several values have a list."""
     text = _without_comments(text)
-    values: dict[str, str] = {}
     assigned: list[tuple[int, str, str, str]] = []
     for pattern in (ARRAY, QUOTED, PLAIN):
         text = _take_assignments(pattern, text, assigned)
+    parts: dict[str, list[str]] = {}
     for _, name, more, value in sorted(assigned):
-        flat = " ".join(value.split())
-        values[name] = f"{values.get(name, '')} {flat}" if more else flat
+        rest = _after_itself(name, flat := " ".join(value.split()))
+        if more or rest is not None:
+            parts.setdefault(name, []).append(flat if more or rest is None else rest)
+        else:
+            parts[name] = [flat]
+    values = {name: " ".join(filter(None, texts)) for name, texts in parts.items()}
     commands = _expand(text, values)
     if "--" not in commands:  # assignments only
         commands = _expand("\n".join(values.values()), values)
@@ -69,6 +73,14 @@ def arguments_of(text: str, file: str) -> Settings:
     except ValueError as error:
         raise JobError(f"{file} is not a command line: {error}") from None
     return _settings(words)
+
+
+def _after_itself(name: str, value: str) -> str | None:
+    """What `A="$A more"` adds to A; None for values that do not begin with their variable."""
+    match = VARIABLE.match(value)
+    if match is None or name not in (match[1], match[3]) or value[match.end() : match.end() + 1] not in ("", " "):
+        return None
+    return value[match.end() + 1 :]
 
 
 def _take_assignments(pattern: re.Pattern[str], text: str, assigned: list[tuple[int, str, str, str]]) -> str:

@@ -89,7 +89,7 @@ OTHER_RULES: dict[str, Rule] = {
            "flight-recorder-* use-nsys-profiler sharp-enabled-group use-sharp dump-param-to-param-group-map "
            "save-config-filepath", TELEMETRY),
     **_all("non-persistent-* replication* save-optim save-rng load-optim load-rng load-main-params-* async-* "
-           "fully-parallel-* distrib-optim-* verify-integrity most-recent-k save-retain-interval strict-fsdp-* "
+           "fully-parallel-* distrib-optim-* verify-integrity strict-fsdp-* "
            "use-persistent-ckpt-worker save-tokenizer-assets use-mp-args-* use-tokenizer-model-* hetereogenous-*",
            unneeded("a checkpoint holds everything and opens in every layout")),
     **_all("save-*-interval", absent("weft trace and weft diagnose show single steps")),

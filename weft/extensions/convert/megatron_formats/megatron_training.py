@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.extensions.convert.settings import Result, Rule, Settings, absent, as_number, choice, switch, to, unneeded
+from weft.extensions.convert.settings import (
+    Result,
+    Rule,
+    Settings,
+    absent,
+    as_number,
+    choice,
+    keep_newest,
+    switch,
+    to,
+    unneeded,
+)
 
 LAUNCH = unneeded("the launcher sets it: torchrun, weft train --nproc, weft launch")
 LOGS = unneeded("metrics of all ranks are in RUN/metrics.jsonl")
@@ -79,6 +90,10 @@ def _recompute_granularity(value: Any, settings: Settings) -> Result:
     return choice({"full": {"memory.recompute": "full"}, "selective": {"memory.recompute": "selective"}})(
         value, settings
     )
+
+
+def _retained(value: Any, settings: Settings) -> Result:
+    return Result({"checkpoint.keep_every": int(value), "checkpoint.keep": 1}, "and the newest")
 
 
 def _ramp(value: Any, settings: Settings) -> Result:
@@ -205,6 +220,8 @@ TRAINING_RULES: dict[str, Rule] = {
     "distribute-saved-activations": unneeded("tp splits saved activations (parallel.sequence)"),
     "seed": to("train.seed"),
     "save-interval": to("checkpoint.every"),
+    "save-retain-interval": _retained,
+    "most-recent-k": keep_newest,
     "save": unneeded("checkpoints are in RUN/checkpoints"),
     "load": unneeded("a run that is started again resumes by itself"),
     **dict.fromkeys(

@@ -6,26 +6,29 @@ import { state, xOf, xOfStep, smoothed } from "./store.js";
 const share = { form: (v) => percent(v), zero: true };
 const seconds = { form: (v) => figure(v, 3) + " s", zero: true };
 const gib = { form: (v) => figure(v, 3) + " GiB", zero: true };
+const ofTheStep = { ...share, unit: "share of the step" };
+// `unit` is the title of the y axis.
 export const CHARTS = [
-  { id: "loss", title: "Loss", keys: ["loss"], names: ["training"], wide: true, validation: true, smooth: true, loggable: true },
-  { id: "throughput", title: "Throughput", unit: "tokens or samples/s", keys: ["tokens_per_s"], form: human, zero: true, smooth: true },
-  { id: "mfu", title: "Model FLOPs utilisation", keys: ["mfu"], ...share, smooth: true },
-  { id: "step", title: "Step time", keys: ["step_time_s"], ...seconds, smooth: true },
-  { id: "grad", title: "Gradient norm", keys: ["grad_norm"], smooth: true, log: true },
-  { id: "lr", title: "Learning rate", keys: ["lr"], form: (v) => (v ? v.toExponential(2) : "0"), zero: true },
-  { id: "memory", title: "Peak memory", keys: ["peak_memory_gib", "ranks.memory_gib"], names: ["rank 0", "mean of ranks"], ...gib },
-  { id: "comm", title: "Communication, share of the step", keys: ["comm_share", "exposed_share"], names: ["all", "exposed"], ...share },
-  { id: "axes", title: "Waiting for messages, by axis", unit: "share of the step", match: /^ranks\.wait_s\.(.+)$/, per: "step_time_s", ...share },
-  { id: "bandwidth", title: "Communication speed", unit: "GB/s", keys: ["comm_gb_per_s"], match: /^(?:comm|link)_gb_per_s\.(.+)$/, zero: true },
-  { id: "data", title: "Waiting for data", unit: "mean of ranks", keys: ["ranks.data_s"], ...seconds },
-  { id: "bubble", title: "Pipeline bubble", keys: ["bubble", "bubble_share"], ...share },
+  { id: "loss", title: "Loss", unit: "loss", keys: ["loss"], names: ["training"], wide: true, validation: true, smooth: true, loggable: true },
+  { id: "throughput", title: "Throughput", unit: () => rateUnit(), keys: ["tokens_per_s"], form: human, zero: true, smooth: true },
+  { id: "mfu", title: "Model FLOPs utilisation", unit: "share of the peak", keys: ["mfu"], ...share, smooth: true },
+  { id: "step", title: "Step time", unit: "seconds", keys: ["step_time_s"], ...seconds, smooth: true },
+  { id: "grad", title: "Gradient norm", unit: "norm of all gradients", keys: ["grad_norm"], smooth: true, log: true },
+  { id: "lr", title: "Learning rate", unit: "learning rate", keys: ["lr"], form: (v) => (v ? v.toExponential(2) : "0"), zero: true },
+  { id: "memory", title: "Peak memory", unit: "GiB a rank", keys: ["peak_memory_gib", "ranks.memory_gib"], names: ["rank 0", "mean of ranks"], ...gib },
+  { id: "comm", title: "Communication", keys: ["comm_share", "exposed_share"], names: ["all", "exposed"], ...ofTheStep },
+  { id: "axes", title: "Waiting for messages, by axis", match: /^ranks\.wait_s\.(.+)$/, per: "step_time_s", ...ofTheStep },
+  { id: "bandwidth", title: "Communication speed", unit: "GB/s", keys: ["comm_gb_per_s"], match: /^(?:comm_axes\.([^.]+)\.gb_per_s|(?:comm|link)_gb_per_s\.(.+))$/, zero: true },
+  { id: "data", title: "Waiting for data", unit: "seconds, mean of ranks", keys: ["ranks.data_s"], ...seconds },
+  { id: "bubble", title: "Pipeline bubble", keys: ["bubble", "bubble_share"], ...ofTheStep },
   { id: "experts", title: "Most loaded expert", unit: "times the mean", keys: ["experts.max_over_mean"], form: (v) => figure(v, 3) + "×" },
-  { id: "dropped", title: "Dropped tokens of experts", keys: ["experts.dropped_share"], ...share },
+  { id: "dropped", title: "Dropped tokens of experts", unit: "share of the tokens", keys: ["experts.dropped_share"], ...share },
 ];
-const HIDDEN = /^(step|tokens|elapsed_s|wall_time|val_loss|skipped|comm_mib|comm_between_mib|experts\..*|ranks\..*)$/;
-const UNITS = [[/(_s|_seconds)$/, (v) => figure(v, 3) + " s"], [/_gib$/, gib.form], [/_mib$/, (v) => figure(v, 3) + " MiB"],
-  [/_c$/, (v) => figure(v, 3) + " °C"], [/_w$/, (v) => figure(v, 3) + " W"], [/_j$/, (v) => figure(v, 4) + " J"],
-  [/_kwh$/, (v) => figure(v, 3) + " kWh"], [/(_share|util|utilisation|utilization)$/, (v) => percent(v)], [/_percent$/, (v) => figure(v, 3) + " %"]];
+const HIDDEN = /^(step|tokens|elapsed_s|wall_time|val_loss|skipped|comm_mib|comm_between_mib|comm_axes\..*|experts\..*|ranks\..*)$/;
+const unit = (name) => ({ unit: name, form: (v) => `${figure(v, 3)} ${name}` });
+const UNITS = [[/_gb_per_s$/, unit("GB/s")], [/_ms$/, unit("ms")], [/(_s|_seconds)$/, { unit: "seconds", form: seconds.form }], [/_gib$/, unit("GiB")], [/_mib$/, unit("MiB")], [/_c$/, unit("°C")], [/_w$/, unit("W")], [/_j$/, unit("J")],
+  [/_kwh$/, unit("kWh")], [/^co2_g$/, unit("g")], [/_usd$/, unit("USD")], [/(_share|util|utilisation|utilization)$/, { unit: "share", form: share.form }], [/_percent$/, unit("%")],
+  [/tokens_per_joule$/, { unit: "tokens/J" }]];
 const GROUPS = [[/^(?:gpu|cpu|disk|net|network|nvlink|pcie).*(util|share|percent)/, "Utilisation"], [/temp/, "Temperature"], [/(power|_w$)/, "Power"],
   [/(energy|joule|kwh|co2|_j$)/, "Energy"]];
 
@@ -37,26 +40,46 @@ export function available() {
   for (const chart of CHARTS) {
     const keys = (chart.keys || []).filter((k) => present.has(k) && hasValues(k));
     const names = keys.map((k) => chart.names?.[chart.keys.indexOf(k)] || (chart.match ? "all" : ""));
-    for (const key of present) { const m = chart.match?.exec(key); if (m && hasValues(key)) { keys.push(key); names.push(m[1]); } }
+    for (const key of present) { const m = chart.match?.exec(key); if (m && hasValues(key)) { keys.push(key); names.push(m[1] || m[2]); } }
     keys.forEach((k) => used.add(k));
     if (keys.length) found.push({ ...chart, keys, names });
   }
   for (const key of [...present].sort()) {
     if (used.has(key) || HIDDEN.test(key) || !hasValues(key)) continue;
-    const form = UNITS.find(([pattern]) => pattern.test(key))?.[1];
-    const group = GROUPS.find(([pattern]) => pattern.test(key))?.[1];
-    found.push({ id: key, title: (group ? group + ": " : "") + words(key), keys: [key], names: [""], form });
+    const group = GROUPS.find(([pattern]) => pattern.test(key))?.[1], name = words(key);
+    found.push({ id: key, title: group && !name.startsWith(group) ? `${group}: ${name}` : name, keys: [key], names: [""], ...unitOf(key) });
   }
-  return found;
+  return found.map((chart) => ({ ...chart, unit: typeof chart.unit === "function" ? chart.unit() : chart.unit }));
 }
 
-const words = (key) => { const text = key.replace(/\./g, " · ").replace(/_/g, " "); return text[0].toUpperCase() + text.slice(1); };
+const unitOf = (key) => UNITS.find(([pattern]) => pattern.test(key))?.[1] || {};
+const NAMES = { co2_g: "CO₂ so far", cost_usd: "Cost so far", energy_kwh: "Energy so far", tokens_per_joule: "Tokens per joule", "ranks.core_wait_s": "Waiting for a core, mean of ranks", "ranks.cpu_s": "Processor time, mean of ranks",
+  "ranks.core_idle_s": "Idle time of all cores, mean of ranks", "ranks.busy_s": "Computing, mean of ranks", "ranks.slack_s": "Time ahead of the device, mean of ranks", energy_measured_share: "Measured part of the energy" };
+// A key as a title: without its unit, which the axis has.
+function words(key) {
+  if (NAMES[key]) return NAMES[key];
+  const text = key.replace(/_(gb_per_s|ms|s|gib|mib|c|w|j|kwh|usd|percent)$/, "").replace(/\./g, " · ").replace(/_/g, " ").replace(/\b(gpu|cpu|nvlink|pcie)\b/g, (word) => word.toUpperCase());
+  return text[0].toUpperCase() + text.slice(1);
+}
+const rateUnit = () => { const units = new Set(state.selected.map((n) => state.runs.get(n)?.unit || "tokens")); return (units.size === 1 ? [...units][0] : "tokens or samples") + " a second"; };
+
+// Charts that change, and those whose every line has kept one value for a while, which the page lists in a table.
+const STEADY_POINTS = 5;
+export function split(charts) {
+  const steady = (chart) => !chart.wide && chart.keys.every((key) => state.selected.every((name) => {
+    const columns = state.metrics.get(name)?.columns || {}, values = (columns[key] || []).filter((v) => v !== null && v !== undefined);
+    return !values.length || (values.length >= STEADY_POINTS && values.every((v) => v === values[0]));
+  }));
+  return [charts.filter((c) => !steady(c)), charts.filter(steady)];
+}
+export const steadyValue = (chart, name) => chart.keys.map((key) => { const v = state.metrics.get(name)?.columns[key]?.find((x) => x !== null && x !== undefined); return v === undefined ? "–" : (chart.form || figure)(v); }).join(", ");
 const hasValues = (key) => state.selected.some((n) => state.metrics.get(n)?.columns[key]?.some((v) => v !== null && v !== undefined));
 
 const MAX_UNION = 6000, RESAMPLED = 600, RAW_RUNS = 3, BAND_RUNS = 2;
 const powers = (...from) => Array.from({ length: 16 }, (_, i) => from.map((n) => n * 10 ** i)).flat();
 const INCREMENTS = { step: powers(1, 2, 5), tokens: powers(1, 2, 5),
   time: [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, ...[1, 2, 5, 10, 20, 50, 100].map((d) => d * 86400)] };
+const X_TITLES = { step: "step", tokens: "tokens", time: "time since the start" };
 const DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3]];
 
 // One table for uPlot: the common x values and a column for each line.
@@ -128,6 +151,8 @@ function resample(from, ys, xs) {
 const MARKS = { fault: "--bad", diverged: "--bad", failed: "--bad", alert: "--warn", recovered: "--good", resume: "--accent", restart: "--accent",
   rebalance: "--accent", compression: "--accent", checkpoint: "--faint", health: "--warn", throttle: "--warn" };
 
+const SEVERITY = ["--faint", "--good", "--accent", "--warn", "--bad"];
+
 function marksOf() {
   const marks = [];
   for (const name of state.selected.slice(0, 4)) {
@@ -139,7 +164,7 @@ function marksOf() {
       if (x !== null && x !== undefined) marks.push({ x, event: e, name, calm: e.event === "checkpoint", stroke: css(MARKS[e.event]) });
     }
   }
-  return marks;
+  return marks.sort((a, b) => SEVERITY.indexOf(MARKS[a.event.event]) - SEVERITY.indexOf(MARKS[b.event.event])); // the worst is drawn last, above the others
 }
 
 export class Chart {
@@ -150,7 +175,7 @@ export class Chart {
     this.keys = h("div", { class: "keys-line" });
     this.tip = h("div", { class: "tip" });
     this.node = h("section", { class: "card" + (chart.wide ? " wide" : ""), "data-chart": chart.id },
-      h("h2", {}, chart.title, chart.unit ? h("small", {}, chart.unit) : null), this.keys, this.box, this.tip);
+      h("h2", {}, chart.title), this.keys, this.box, this.tip);
     this.visible = false;
     new IntersectionObserver(([entry]) => { this.visible = entry.isIntersecting; if (this.visible && this.stale) this.draw(); }, { rootMargin: "200px" }).observe(this.box);
     new ResizeObserver(() => this.plot?.setSize(this.size())).observe(this.box);
@@ -194,14 +219,14 @@ export class Chart {
   }
 
   options(lines, log) {
-    const axis = { stroke: css("--soft"), grid: { stroke: css("--grid"), width: 1 }, ticks: { stroke: css("--line"), width: 1, size: 4 }, font: "11px system-ui, sans-serif" };
+    const axis = { stroke: css("--soft"), grid: { stroke: css("--grid"), width: 1 }, ticks: { stroke: css("--line"), width: 1, size: 4 }, font: "11px system-ui, sans-serif", labelFont: "11px system-ui, sans-serif", labelSize: 16, labelGap: 2 };
     const form = this.chart.form || ((v) => figure(v));
     const xform = { step: (v) => (v < 1e5 ? Math.round(v).toLocaleString("en") : human(v)), tokens: human, time: duration }[state.x];
     const zero = this.chart.zero;
     return {
       ...this.size(), padding: [10, 14, 0, 0], legend: { show: false }, cursor: { sync: { key: "weft", setSeries: false }, drag: { x: true, y: false }, points: { size: 6 } },
       scales: { x: { time: false, auto: false }, y: log ? { distr: 3 } : { range: (u, min, max) => (min === null ? [0, 1] : zero && min >= 0 ? [0, (max || 1) * 1.06] : uPlot.rangeNum(min, max, 0.08, true)) } },
-      axes: [{ ...axis, size: 32, values: (u, ticks) => ticks.map(xform), space: 70, incrs: INCREMENTS[state.x] }, { ...axis, size: 58, values: (u, ticks) => ticks.map((v) => (v === null ? "" : form(v).replace(/ (s|GiB|MiB|W|J|°C)$/, ""))), space: 36 }],
+      axes: [{ ...axis, size: 30, label: X_TITLES[state.x], values: (u, ticks) => ticks.map(xform), space: 70, incrs: INCREMENTS[state.x] }, { ...axis, size: 54, label: this.chart.unit || undefined, values: (u, ticks) => ticks.map((v) => (v === null ? "" : form(v).replace(/ [^\d%]+$/, ""))), space: 36 }],
       series: [{}, ...lines.map((l) => ({ label: l.label, stroke: l.stroke, width: l.width || 0, dash: l.dash, spanGaps: true, points: { show: Boolean(l.points), size: 6, fill: l.stroke } }))],
       bands: lines.flatMap((l, i) => (l.band ? [{ series: [i + 1, i], fill: l.band }] : [])),
       hooks: { draw: [(u) => this.drawMarks(u)], setCursor: [(u) => this.showTip(u, lines, form, xform)], setSelect: [(u) => this.select(u)] },

@@ -1,7 +1,7 @@
 // The page: list of runs, tabs, live updates and keyboard.
 import { $, h, colour, figure, human, percent, duration, ago } from "./dom.js";
 import { state, get, putRuns, load, saveState, readState, loadEvents } from "./store.js";
-import { Chart, available } from "./charts.js";
+import { Chart, available, split, steadyValue } from "./charts.js";
 import * as views from "./views.js";
 
 const TABS = [["charts", "Charts"], ["ranks", "Ranks"], ["events", "Events"], ["logs", "Logs"], ["plan", "Plan"], ["checkpoints", "Checkpoints"]];
@@ -64,7 +64,7 @@ function headOf(row) {
     h("dl", { class: "tiles" }, tile("Step", row.step === null ? "–" : row.step.toLocaleString("en"), row.steps ? `of ${row.steps.toLocaleString("en")}` : ""), tile("Loss", figure(row.loss)),
       row.val_loss !== null ? tile("Validation loss", figure(row.val_loss)) : null, tile("Throughput", human(row.tokens_per_s), rate(row)), row.mfu !== null ? tile("MFU", percent(row.mfu)) : null,
       tile("Step time", row.step_time_s === null ? "–" : figure(row.step_time_s, 3) + " s"), tile("Peak memory", row.peak_memory_gib === null ? "–" : figure(row.peak_memory_gib, 3), "GiB"), tile(row.unit === "samples" ? "Samples" : "Tokens", human(row.tokens)),
-      row.live ? tile("Time left", duration(left)) : tile("Last change", ago(row.updated))),
+      row.live ? tile("Time left", duration(left)) : tile("Last change", ...ago(row.updated).split(/ (?=ago)/))),
   ];
 }
 
@@ -98,7 +98,7 @@ async function render(rebuild) {
   const turn = ++drawn;
   for (const [id] of TABS) $(`#tab-${id}`).setAttribute("aria-selected", String(id === state.tab));
   document.title = row ? `${row.name} · Weft` : "Weft dashboard";
-  if (!row) { main.replaceChildren(h("div", { class: "empty" }, h("h2", {}, "No run here yet"), h("p", {}, "Start one, and it appears by itself: ", h("code", {}, "weft train demo")))); return; }
+  if (!row) { main.replaceChildren(h("div", { class: "empty" }, h("h2", {}, "No run here yet"), h("p", {}, "Start one, and it appears by itself: ", h("code", {}, "weft train demo")), h("p", {}, `Runs are looked for in ${state.roots.join(", ")}.`))); return; }
   const head = headOf(row);
   if (state.tab === "charts") {
     drawCharts(head, rebuild);
@@ -113,19 +113,30 @@ async function render(rebuild) {
 }
 
 function drawCharts(head, rebuild) {
-  const wanted = available(), top = h("div", { id: "head" }, ...head.filter(Boolean));
+  const [wanted, steady] = split(available()), top = h("div", { id: "head" }, ...head.filter(Boolean));
   const same = wanted.length && [...charts.keys()].join() === wanted.map((c) => c.id + c.keys).join() && main.querySelector(".grid");
   if (same) {
     $("#head").replaceWith(top);
+    main.querySelector("#steady")?.remove();
+    main.append(...steadyTable(steady));
     if (rebuild) main.querySelector(".tools").replaceWith(tools());
   } else {
     for (const chart of charts.values()) chart.plot?.destroy();
     charts.clear();
     for (const chart of wanted) charts.set(chart.id + chart.keys, new Chart(chart, zoomed));
     const none = state.selected.length ? "No step has been recorded yet." : "Choose a run on the left.";
-    main.replaceChildren(top, tools(), wanted.length ? h("div", { class: "grid" }, ...[...charts.values()].map((c) => c.node)) : h("div", { class: "empty" }, none));
+    main.replaceChildren(top, tools(), wanted.length ? h("div", { class: "grid" }, ...[...charts.values()].map((c) => c.node)) : h("div", { class: "empty" }, none), ...steadyTable(steady));
   }
   for (const chart of charts.values()) chart.refresh(rebuild && same);
+}
+
+let openSteady = false;
+function steadyTable(steady) {
+  if (!steady.length) return [];
+  const rows = steady.map((chart) => h("tr", {}, h("td", {}, chart.title), ...state.selected.slice(0, 6).map((n) => h("td", { class: "n" }, steadyValue(chart, n)))));
+  const heads = state.selected.length > 1 ? [h("thead", {}, h("tr", {}, h("th", {}, "figure"), ...state.selected.slice(0, 6).map((n) => h("th", { class: "n" }, n))))] : [];
+  return [h("details", { id: "steady", class: "card", open: openSteady, ontoggle: (e) => { openSteady = e.target.open; } },
+    h("summary", {}, `${steady.length} figure${steady.length === 1 ? " that does" : "s that do"} not change`), h("div", { class: "scroll" }, h("table", {}, ...heads, h("tbody", {}, ...rows))))];
 }
 
 // live updates
@@ -181,9 +192,11 @@ asked.addEventListener("change", (e) => { if (!localStorage.getItem("weft-theme"
 
 const { run, chosen } = readState();
 if (!TABS.some(([id]) => id === state.tab)) state.tab = "charts";
-putRuns((await get("/api/runs")).runs);
+const first = await get("/api/runs");
+state.roots = first.roots;
+putRuns(first.runs);
 state.selected = chosen.filter((n) => state.runs.has(n));
-if (!state.selected.length) state.selected = state.order.filter((n, i) => i < FIRST_RUNS && (i === 0 || state.runs.get(n).live));
+if (!state.selected.length) state.selected = state.runs.has(run) ? [run] : state.order.filter((n, i) => i < FIRST_RUNS && (i === 0 || state.runs.get(n).live));
 state.focus = state.runs.has(run) ? run : state.selected[0] || state.order[0] || null;
 await changed();
 document.body.dataset.ready = "true";

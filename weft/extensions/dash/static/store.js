@@ -2,7 +2,7 @@
 
 export const state = {
   runs: new Map(), order: [], selected: [], focus: null, tab: "charts", x: "step", smooth: 0, log: false, zoom: null,
-  metrics: new Map(), events: new Map(), filter: "",
+  metrics: new Map(), events: new Map(), filter: "", roots: [],
 };
 const LIVE_POINTS = 1200, MANY_POINTS = 400, MANY_RUNS = 8, REDRAW_AT = 3000;
 

@@ -1,5 +1,5 @@
 // The views of one run: ranks, events, logs, plan, checkpoints.
-import { h, colour, figure, human, percent, clock, ago } from "./dom.js";
+import { $, h, css, dark, colour, figure, human, percent, clock, ago } from "./dom.js";
 import { state, ofRun, loadEvents } from "./store.js";
 import { rankMap, straggler, expertMap, vectors, vectorName } from "./heat.js";
 
@@ -88,23 +88,23 @@ function highlight(line, search) {
 }
 export const toggleFollow = () => { document.querySelector("#follow")?.click(); };
 
-const UNITS = [["_gib", " GiB"], ["_mib", " MiB"], ["_s", " s"]];
-const LABELS = { memory_gib: ["peak memory", "peak_memory_gib", " GiB"], step_time_s: ["step time", "step_time_s", " s"], tokens_per_s: ["tokens per second", "tokens_per_s", ""], mfu: ["MFU", "mfu", ""] };
+const SHOWN = { peak_memory_gib: (v) => (v < 1 ? figure(1024 * v) + " MiB" : figure(v) + " GiB"), step_time_s: (v) => figure(v) + " s", tokens_per_s: human, mfu: (v) => percent(v) };
+const SETTINGS = { device_name: (v) => v, precision: (v) => v, backend: (v) => v, zero: (v) => `ZeRO ${v}`, accumulation: (v) => `${v} microbatches a step`, microbatch: (v) => `microbatch of ${v}` };
 export async function plan(name) {
   const found = await ofRun(name, "plan"), row = state.runs.get(name) || {}, parts = [];
   const axes = Object.entries(found.axes).filter(([, n]) => n > 1);
-  const chips = [...axes.map(([k, n]) => `${k} ${n}`), ...Object.entries(found.settings).map(([k, v]) => `${k.replace(/_/g, " ")} ${v}`)];
+  const chips = [...axes.map(([k, n]) => `${k} ${n}`), ...Object.entries(found.settings).map(([k, v]) => (SETTINGS[k] ? SETTINGS[k](v) : `${k.replace(/_/g, " ")} ${v}`))];
   parts.push(card("Layout", h("p", { class: "say" }, found.sentence), h("div", { class: "row", style: { "flex-wrap": "wrap" } }, ...chips.map((c) => h("span", { class: "chip plain" }, c))),
     ...found.reasons.map((r) => h("p", {}, r))));
-  const predicted = Object.entries(found.predicted).map(([k, v]) => { const [label, key, unit] = LABELS[k] || [k.replace(/_[gm]ib$/, "").replace(/_/g, " "), "", UNITS.find(([end]) => k.endsWith(end))?.[1] || ""]; const seen = key ? row[key] : null;
-    return h("tr", {}, h("td", {}, label), h("td", { class: "n" }, figure(v) + unit), h("td", { class: "n" }, seen ? figure(seen) + unit : "–"), h("td", { class: "n" }, seen ? (seen / v).toFixed(2) + "×" : "–")); });
+  const predicted = found.figures.map((f) => { const seen = f.measured ? row[f.measured] : null;
+    return h("tr", {}, h("td", {}, f.name), h("td", { class: "n" }, f.text), h("td", { class: "n" }, seen ? SHOWN[f.measured](seen) : "–"), h("td", { class: "n" }, seen ? (seen / found.predicted[f.key]).toFixed(2) + "×" : "–")); });
   if (predicted.length) parts.push(card("Predicted beside measured", table([["figure"], ["predicted", "n"], ["last step", "n"], ["ratio", "n"]], predicted)));
   if (found.ranks.length) {
     parts.push(card("What lives where", h("p", {}, "Each rank, its place on the axes, and the parameters it holds. Colours are pipeline stages, or replicas."),
       h("div", { class: "ranks" }, ...found.ranks.slice(0, 512).map((r) => h("div", { class: "rank", style: { "--color": colour(r.coords.pp ?? r.coords.dp_replicate ?? r.coords.dp_shard ?? 0) } }, h("b", {}, `rank ${r.rank}`),
-        h("div", {}, Object.entries(r.coords).map(([k, v]) => `${k} ${v}`).join(" · ")), h("div", {}, `${human(r.parameters)} parameters`), r.blocks ? h("div", {}, `blocks ${r.blocks}`) : null)))));
+        h("div", {}, Object.entries(r.coords).filter(([k]) => (found.axes[k] ?? 2) > 1).map(([k, v]) => `${k} ${v}`).join(" · ")), h("div", {}, `${human(r.parameters)} parameters`), r.blocks ? h("div", {}, `blocks ${r.blocks}`) : null)))));
   }
-  for (const which of ["simulated", "measured"]) if (found.pipeline[which]) parts.push(card(`Pipeline, ${which} step`, h("p", {}, `${found.pipeline.schedule}${bubbleOf(found.pipeline[which])}`), gantt(found.pipeline[which].spans)));
+  for (const which of ["simulated", "measured"]) if (found.pipeline[which]) parts.push(card(`Pipeline, ${which} step`, h("p", {}, `${found.pipeline.schedule}${bubbleOf(found.pipeline[which])}`), h("div", { class: "scroll" }, gantt(found.pipeline[which].spans))));
   if (found.job) parts.push(card("The job as resolved", h("pre", { class: "scroll" }, found.job)));
   return parts;
 }
@@ -116,16 +116,26 @@ function bubbleOf({ spans, bubble }) {
   return part === null ? "" : `, bubble ${percent(part)} of ${figure(length, 3)} s`;
 }
 
+// One row a rank; a step of many microbatches is as wide as its numbers need, and scrolls.
+const MAX_WIDTH = 16000, BLOCK = 26, NAMES = 52;
 function gantt(spans) {
   const length = Math.max(...spans.map((s) => s[5])) || 1, ranks = Math.max(...spans.map((s) => s[0])) + 1, height = 22;
-  const canvas = h("canvas", { class: "heat", width: 1600, height: ranks * height * 2, role: "img", "aria-label": "Time line of the pipeline" });
+  const times = spans.filter((s) => "FBIW".includes(s[1])).map((s) => s[5] - s[4]).sort((a, b) => a - b), typical = times[times.length >> 1] || length;
+  const room = Math.max(320, $("#content").clientWidth - 80 - NAMES), width = Math.min(MAX_WIDTH, Math.max(room, Math.round((BLOCK * length) / typical)));
+  const ratio = width > MAX_WIDTH / 2 ? 1 : 2, canvas = h("canvas", { class: "gantt", width: (width + NAMES) * ratio, height: ranks * height * ratio, role: "img", "aria-label": "Time line of the pipeline" });
   canvas.style.height = ranks * height + "px";
+  canvas.style.width = width + NAMES + "px";
   const ctx = canvas.getContext("2d"), looks = { F: 0, B: 1, I: 1, W: 2 };
+  ctx.scale(ratio, ratio);
+  ctx.font = "11px system-ui";
+  ctx.fillStyle = css("--soft");
+  for (let rank = 0; rank < ranks; rank++) ctx.fillText(`rank ${rank}`, 0, rank * height + 15);
   for (const [rank, what, , micro, start, end] of spans) {
     ctx.fillStyle = what in looks ? colour(looks[what]) : "#88888855";
-    const x = (1600 * start) / length, w = Math.max(1, (1600 * (end - start)) / length - 1), y = rank * height * 2 + 4;
-    ctx.fillRect(x, y, w, height * 2 - 8);
-    if (w > 34 && what in looks) { ctx.fillStyle = "#fff"; ctx.font = "20px system-ui"; ctx.fillText(what + micro, x + 6, y + 25); }
+    const x = NAMES + (width * start) / length, w = Math.max(1, (width * (end - start)) / length - 1), y = rank * height + 2;
+    ctx.fillRect(x, y, w, height - 4);
+    const text = String(micro);
+    if (what in looks && w > 7 * text.length + 2) { ctx.fillStyle = dark() ? "#14171a" : "#fff"; ctx.fillText(text, x + (w - 6.4 * text.length) / 2, y + 13); }
   }
   return canvas;
 }

@@ -1,0 +1,60 @@
+"""Facts of a type of transformers, from the class that was built."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from weft.extensions.hub.model import build_hub_model, uses_interface
+from weft.job.schema import Model
+
+STATES = re.compile("Mamba|Recurrent|Rwkv|xLSTM|DeltaNet|LinearAttention|LightningAttention|ShortConv|KDA|RgLru")
+"""What the names of modules with a state along the sequence contain."""
+
+
+@dataclass(frozen=True)
+class TypeFacts:
+    """What a type of transformers allows."""
+
+    name: str
+    """Its model_type."""
+    no_tp: str | None
+    """Why tensor parallelism is not possible."""
+    no_pp: str | None
+    no_cp: str | None
+    no_docs: str | None
+    """Why tokens of several documents cannot be kept apart."""
+
+
+def find_facts(args: str) -> TypeFacts:
+    """The facts of a config, given as JSON."""
+    module: Any = build_hub_model(Model.model_validate({"family": "transformers", "args": json.loads(args)}))
+    kind, base = module.config.model_type, type(module).__mro__[2]
+    no_interface = None if uses_interface(base) else f"{kind} computes attention or its masks with code of its own"
+    no_positions = None if module.takes_positions else f"{kind} numbers positions itself"
+    states = sorted({type(m).__name__ for m in module.modules() if _has_state(m)})
+    no_state = f"{kind} has layers that carry a state along the sequence ({', '.join(states)})" if states else None
+    plan = getattr(module.text_model.config, "base_model_pp_plan", None)
+    no_pp = None if plan else f"the config of {kind} has no pp plan"
+    if plan and "layers" not in plan:
+        no_pp = f"the pp plan of {kind} names no layers"
+    ties = {n: of for n, of in module.aliases.items() if n.startswith(module.blocks_path or " ")}
+    if ties and not no_pp:
+        no_pp = f"blocks of {kind} share {next(iter(ties))}"
+    return TypeFacts(
+        kind,
+        module.whole_reason,
+        no_pp,
+        no_interface or no_positions or no_state,
+        no_interface or no_positions or no_state,
+    )
+
+
+def _has_state(module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv1d) or bool(
+        STATES.search(type(module).__name__) and any(True for _ in module.parameters(False))
+    )

@@ -1,1 +1,0 @@
-"""Energy, power, temperature and errors of the devices that a run uses."""
