@@ -7,13 +7,19 @@ import json
 import pytest
 
 from weft.planner.memory.block_tables import TABLES, BlockVariant, file_name
-from weft.verify.block_traces import dump, factors, structures, trace_blocks, variants
+from weft.verify.block_traces import PRIMES, clean, dump, factors, structures, trace_blocks, variants
 
 KNOWN = {key: structure for key, structure in structures().items() if (TABLES / file_name(key)).exists()}
 
 
 def test_bytes_factor_into_the_sizes_of_a_tensor() -> None:
     assert factors(4 * 11 * 17 * 4999) == ("b s D", 4)
+
+
+def test_a_tensor_for_each_expert_counts_as_one_of_all_experts() -> None:
+    of_each, two_more = 4.0 * PRIMES["e"], 4.0 * PRIMES["e"] + 8.0
+    assert clean({"b s k f": of_each, "b s D": 46.0}) == {"b s e k f": 4.0, "b s D": 46.0}
+    assert clean({"b s p k D": two_more, "b s p e k D": 2.0}) == {"b s p e k D": 6.0, "b s p k D": 8.0}
 
 
 @pytest.mark.parametrize("number", range(len(KNOWN)))

@@ -12,6 +12,7 @@ import random
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -46,7 +47,7 @@ from weft.verify.dryrun import make_batch
 from weft.verify.dryrun_internals import gpu_allocations
 
 PRIMES = {
-    "b": 11, "s": 17, "t": 23, "c": 3, "p": 13, "e": 7, "k": 5, "K": 37, "g": 41, "G": 43, "d": 149, "o": 31, "n": 59,
+    "b": 11, "s": 17, "t": 7, "c": 3, "p": 13, "e": 23, "k": 5, "K": 37, "g": 41, "G": 43, "d": 149, "o": 31, "n": 59,
     "v": 61, "D": 4999, "F": 9973, "f": 5003, "w": 3001, "r": 47, "Q": 1009, "L": 1013,
 }  # fmt: skip
 """The prime of each size; block_tables.sizes() gives their values for a model and layouts."""
@@ -332,7 +333,18 @@ def _born(recorder: Recorder, key: int, before: int) -> int:
 
 
 def clean(poly: Poly) -> Poly:
-    return {product: factor for product, factor in poly.items() if abs(factor) > 1e-9}
+    """Products whose factor is not 0. As many tensors of one expert's rows as there are experts are one of all rows."""
+    out = Counter[str]()
+    for product, factor in poly.items():
+        symbols = product.split()
+        every = 0
+        if {"s", "k"} <= set(symbols) and "e" not in symbols:
+            every = round(factor / PRIMES["e"])
+            out[" ".join(symbol for symbol in (*PRIMES, "A", "C") for _ in range([*symbols, "e"].count(symbol)))] += (
+                every
+            )
+        out[product] += factor - every * PRIMES["e"]
+    return {product: factor for product, factor in out.items() if abs(factor) > 1e-9}
 
 
 @cache
@@ -456,17 +468,18 @@ def structures() -> dict[str, TracedStructure]:
 
 
 def variants(structure: TracedStructure) -> list[BlockVariant]:
-    """The variants that are written: those of layouts that are searched, in bf16 on GPUs and in both precisions on
-    CPUs. Others are traced when they are planned."""
+    """The variants that are written: those of layouts that are searched, on GPUs and, for small models, on CPUs, in
+    half precision and in fp32. Others are traced when they are planned."""
     m = structure.model
     ring, ulysses = {"cp": True, "zigzag": bool(m.causal) and not m.has_source}, {"cp": True, "ulysses": True}
-    cut: list[dict[str, bool]] = [{}, {"tp": True, "sequence": True}, {"tp": True}]
-    layouts = [*cut, ring, ulysses]
-    options = [{"fused": True, "kernels": True, "half": True} | layout for layout in layouts]
-    if m.causal:
-        options += [options[0] | cut[1] | style for style in (ring, ulysses)]
+    whole, cut, cut_sums = dict[str, bool](), {"tp": True, "sequence": True}, {"tp": True}
+    searched = [whole, cut, ring, ring | cut] if m.causal else [whole, cut, ring]
+    gpu = {"fused": True, "kernels": True}
+    options = [gpu | {"half": True} | layout for layout in (*searched, cut_sums, ulysses)]
+    options += [gpu | layout for layout in searched]
     if structure.on_cpu:
-        options += [{"half": half} | layout for half in (False, True) for layout in layouts]
+        on_cpu = [whole, cut, cut_sums, *([] if structure.routed else [ring, ulysses])]
+        options += [{"half": half} | layout for half in (True, False) for layout in on_cpu]
     return [BlockVariant(ep=ep, **option) for option in options for ep in sorted({False, structure.routed})]
 
 
