@@ -16,7 +16,7 @@ FAMILIES.register(
         dict(causal=True, positions=None, activation="swiglu", norm="rmsnorm", bias=False, tied=False, dropout=0.0),
         weights=table_weights, fields=("args", "dim", "layers", "tied"), config=f"{PACKAGE}.config:fields_of_args",
         rule=f"{PACKAGE}.rules:hub_rule", axes=f"{PACKAGE}.rules:split_axes", in_parts=False,
-        published=f"{PACKAGE}.reader:HubWeights", export=f"{PACKAGE}.export:write_hub_folder",
+        published=f"{PACKAGE}.hub_weights:HubWeights", export=f"{PACKAGE}.export:write_hub_folder",
     )
 )  # fmt: skip
 IMPLEMENTATIONS.register(

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.extensions.hub.hub_weights import HubWeights
 from weft.extensions.hub.model import build_hub_model, quiet
-from weft.extensions.hub.reader import HubWeights
 from weft.job.errors import JobError
 from weft.job.schema import Model
 from weft.pretrained.checkpoint_folder import CONFIG, SIDE_FILES, weight_files

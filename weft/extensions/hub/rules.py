@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+from weft.extensions.hub.type_facts import TypeFacts
 from weft.job.schema import Job
 
 if TYPE_CHECKING:
     from weft.planner.plan import Plan
-
-
-@dataclass(frozen=True)
-class TypeFacts:
-    """What a type of transformers allows."""
-
-    name: str
-    """Its model_type."""
-    no_tp: str | None
-    """Why tensor parallelism is not possible."""
-    no_pp: str | None
-    no_cp: str | None
-    no_docs: str | None
-    """Why tokens of several documents cannot be kept apart."""
 
 
 def split_axes(job: Job) -> set[str]:
@@ -58,6 +44,6 @@ def hub_rule(job: Job, plan: Plan) -> str | None:
 @cache
 def type_facts(args: str) -> TypeFacts:
     """The facts of a config."""
-    from weft.extensions.hub.facts import find_facts
+    from weft.extensions.hub.find_facts import find_facts
 
     return find_facts(args)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from weft.extensions.hub.model import build_hub_model, uses_interface
-from weft.extensions.hub.rules import TypeFacts
+from weft.extensions.hub.type_facts import TypeFacts
 from weft.job.schema import Model
 
 STATES = re.compile("Mamba|Recurrent|Rwkv|xLSTM|DeltaNet|LinearAttention|LightningAttention|ShortConv|KDA|RgLru")
