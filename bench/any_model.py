@@ -21,7 +21,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from weft.extensions.hub.tiny import causal_types, tiny_args, tiny_job
-from weft.job.errors import WeftError
+from weft.job.errors import JobError
 from weft.launch.rank_pool import RankPool
 from weft.verify.compare import Verdict
 from weft.verify.prove import prove
@@ -77,7 +77,7 @@ def proofs(kind: str, axes: list[str], pool: RankPool) -> Row:
     try:
         job = tiny_job(tiny_args(kind))
         verdicts = prove(job, [", ".join(AXES[axis] for axis in axes)], STEPS, pool=pool)
-    except WeftError as error:
+    except JobError as error:
         return {axis: {"verdict": "refused", "why": str(error)} for axis in axes}
     except Exception as error:  # a type whose tiny model is not built, or whose ranks died
         return {axis: {"verdict": "failed", "why": last_line(error)} for axis in axes}
@@ -92,6 +92,8 @@ def last_line(error: Exception) -> str:
 def described(verdict: Verdict) -> dict[str, Any]:
     """What the table and a reader of the results need of a verdict."""
     made: dict[str, Any] = {"verdict": verdict.verdict}
+    if "no answer within" in (verdict.why or ""):  # the machine was busy
+        made["verdict"] = "failed"
     if verdict.verdict == "differs":
         made |= {"why": f"{', '.join(verdict.differs)}; {verdict.worst_parameter} {verdict.max_grad_diff:.1e}"}
     elif verdict.why:

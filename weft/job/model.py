@@ -108,7 +108,8 @@ class Model(Section):
     module: str | None = None
     """Your own nn.Module, as package.module:Class; `model: package.module:Class` is short for it."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of your own module's constructor, or the fields of the dataclass that it takes."""
+    """Keyword arguments of your own module's constructor, or the fields of the dataclass that it takes; for
+    family=transformers, the fields of a config of transformers."""
     loss: str | dict[str, NamedLoss] = "auto"
     """Loss of your own module: auto (cross-entropy for integer targets, otherwise squared error; the module's own where
     samples have no targets), model (the module's own), cross_entropy, nll, bce, mse, l1, smooth_l1, a
@@ -124,7 +125,7 @@ class Model(Section):
     family: Annotated[str, NameIn(FAMILIES)] | None = None
     """gpt2 and llama (decoder-only), bert (encoder-only), t5 (encoder-decoder), vit (an encoder of image patches),
     resnet (convolutions), clip (an image and a text encoder), dlrm and two_tower (recommenders), mlp (the deep MLP of
-    the lessons)."""
+    the lessons), transformers (any class of the installed transformers)."""
     dim: int | None = Field(None, ge=1, le=2**20)
     """Width of the residual stream; for clip, of the vectors that are compared."""
     layers: int | None = Field(None, ge=1, le=10_000)

@@ -28,9 +28,8 @@ from weft.verify.prove import prove
 STORIES = Path(__file__).parents[3] / "recipes" / "stories260K"
 SAMPLE = {
     "granite": "ddp2, tp2", "gemma2": "zero3, cp2 ulysses", "gpt_oss": "zero3, pp2", "qwen3_next": "zero3",
-    "deepseek_v3": "cp2 ring", "deepseek_v2": "tp2", "mixtral": "pp2, cp2 ring",
-    "llama4_text": "cp2 ulysses", "bloom": "zero3",
-    "gpt2": "cp2 ring", "mamba2": "ddp2", "cohere2": "tp2", "glm4": "pp2",
+    "deepseek_v3": "cp2 ring", "deepseek_v2": "tp2", "mixtral": "pp2, cp2 ring", "llama4_text": "cp2 ulysses",
+    "bloom": "zero3", "gpt2": "cp2 ring", "mamba2": "ddp2", "cohere2": "tp2", "glm4": "pp2",
 }  # fmt: skip
 """Types with a layout or two each; bench/any_model.py proves all of them."""
 
@@ -39,6 +38,23 @@ SAMPLE = {
 def test_every_layout_is_the_same_run(kind: str, pool: RankPool) -> None:
     verdicts = prove(tiny_job(tiny_args(kind)), [SAMPLE[kind]], 2, pool=pool)
     assert {v.layout: (v.verdict, v.why) for v in verdicts} == {v.layout: ("same", None) for v in verdicts}
+
+
+SETTINGS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "adapters": ("granite", {"model": {"lora": {"rank": 2, "targets": ["q", "v"]}}}, "tp2, zero3"),
+    "bf16 and recompute": ("qwen3", {"precision": "bf16", "memory": {"recompute": "full"}}, "zero3, pp2"),
+    "selective recompute": ("gemma2", {"memory": {"recompute": "selective"}}, "ddp2"),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings_of_a_run(case: str, pool: RankPool) -> None:
+    kind, sections, layouts = SETTINGS[case]
+    raw = tiny_job(tiny_args(kind)).model_dump(mode="json", exclude_unset=True)
+    job = parse_job({**raw, **sections, "model": {**raw["model"], **sections.get("model", {})}})
+    assert [(v.verdict, v.why) for v in prove(job, [layouts], 2, pool=pool)] == [("same", None)] * (
+        layouts.count(",") + 1
+    )
 
 
 def test_attention_over_documents_is_that_of_each_alone() -> None:

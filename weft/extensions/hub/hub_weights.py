@@ -18,7 +18,7 @@ from weft.comm.shards import local_of, shard_of
 from weft.extensions.hub.model import build_hub_model, quiet
 from weft.extensions.pretrained.checkpoint_folder import WeightFiles, find_folder, weight_files
 from weft.extensions.pretrained.reader import MAX_MAPPED_BYTES
-from weft.extensions.pretrained.weight_file import open_file
+from weft.extensions.pretrained.weight_file import equal_tensors, open_file
 from weft.job.errors import JobError
 from weft.job.schema import Model
 
@@ -85,12 +85,26 @@ class HubWeights:
         self.sources = {name for group in self.groups.values() for name, _ in group}
         filled = self._targets()
         tied = {self.aliases.get(n, n) for n in filled}
+        for alias, name in self.aliases.items():
+            self._check_tied(alias, name)
         params = {n for n, _ in self.module.named_parameters()}
         if missing := sorted(params - tied):
             raise JobError(f"{self.folder} has no tensor {missing[0]}, which its config asks for")
         if unknown and not self._may_ignore(unknown):
             raise JobError(
                 f"{self.folder} holds {unknown[0]!r}, which {type(self.module).__name__} of transformers does not have"
+            )
+
+    def _check_tied(self, alias: str, name: str) -> None:
+        """Refuse two tensors with different values for one parameter."""
+        one, other = (self.groups.get(n, [("", "")])[0][0] for n in (alias, name))
+        if not one or not other or {alias, name} & self.converters.keys():
+            return
+        places = [(self.folder / self.file_of[n], n) for n in (one, other)]
+        if not equal_tensors(*places, self.files.format):
+            raise JobError(
+                f"{self.folder} has different values for {one} and {other}, which its config ties; write "
+                "tie_word_embeddings: false in its config.json"
             )
 
     def _targets(self) -> set[str]:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from weft.extensions.hub.attention import NAME, register, tokens
 from weft.extensions.hub.config import causal_class, make_config
-from weft.extensions.hub.copies_internals import set_child, set_host_buffer, set_host_parameters
 from weft.extensions.hub.parts import tensor_parts
+from weft.extensions.hub.shallow_internals import shallow_copy
 from weft.job.errors import JobError
 from weft.job.schema import Model
 from weft.models.attention import TokenInfo
@@ -106,10 +106,10 @@ def _configs(config: Any) -> Iterator[Any]:
             yield from _configs(value)
 
 
-class Skipped(nn.Module):
+class SkippedBlock(nn.Module):
     """Stands where another stage has a block. It returns its input, or what the stage before sent."""
 
-    def __init__(self, block: nn.Module, stage: HubStage, gives: bool, takes: bool, returns_tuple: bool):
+    def __init__(self, block: nn.Module, stage: PassedOn, gives: bool, takes: bool, returns_tuple: bool):
         super().__init__()
         for key, value in vars(block).items():
             if not key.startswith("_") and not isinstance(value, nn.Module | Tensor) and key != "training":
@@ -118,7 +118,7 @@ class Skipped(nn.Module):
 
     def forward(self, *args: Any, **named: Any) -> Any:
         x = args[0] if args else named["hidden_states"]
-        stage: HubStage = self.__dict__["stage"]
+        stage: PassedOn = self.__dict__["stage"]
         if self.takes:
             stage.sent = x
         if self.gives:
@@ -126,14 +126,14 @@ class Skipped(nn.Module):
         return (x,) if self.returns_tuple else x
 
 
-class Absent(nn.Module):
+class AbsentModule(nn.Module):
     """Stands where another stage has a module outside the blocks."""
 
     def forward(self, x: Tensor, *args: Any, **named: Any) -> Tensor:
         return x if x.is_floating_point() else torch.zeros((), device=x.device)
 
 
-class HubStage:
+class PassedOn:
     """What a stage of a pipeline receives and sends in one forward pass."""
 
     received: Tensor | None = None
@@ -197,11 +197,7 @@ class HubModel(nn.Module):
         """Whether the logits are the head's outputs, with nothing after it."""
         source = inspect.getsource(inspect.unwrap(type(self).__mro__[2].forward))
         made = re.findall(r"^\s*(logits|lm_logits)\b[^=\n]*= *(.*)$", source, re.MULTILINE)
-        return (
-            len(made) == 1
-            and "lm_head(" in made[0][1]
-            and bool(re.search(r"lm_head\([^()]*(\([^()]*\))?\)$|lm_head\(.*\]\)$", made[0][1]))
-        )
+        return len(made) == 1 and bool(re.fullmatch(r"self\.lm_head\((?:[^()]*(?:\([^()]*\))?|.*\])\)", made[0][1]))
 
     def forward(  # type: ignore[override]
         self, inputs: Tensor, targets: Tensor | None = None, valid: Tensor | None = None, docs: Tensor | None = None,
@@ -220,7 +216,7 @@ class HubModel(nn.Module):
         if positions.dim() == 1:
             positions = positions.unsqueeze(0).expand(inputs.shape[0], -1)
         named: dict[str, Any] = {"position_ids": positions} if self.takes_positions else {}
-        stage: HubStage | None = self.__dict__["stage"]
+        stage: PassedOn | None = self.__dict__["stage"]
         if stage is not None:
             stage.received, stage.sent = hidden, None
         if hidden is None:
@@ -246,18 +242,18 @@ class HubModel(nn.Module):
 
     def keep(self, first: int, last: int, begins: bool, ends: bool) -> None:
         """Keep only blocks first … last - 1, what is before them if `begins` and what is after them if `ends`."""
-        stage = self.__dict__["stage"] = HubStage()
+        stage = self.__dict__["stage"] = PassedOn()
         blocks = self.blocks
         inside = inspect.getsource(inspect.unwrap(type(self.text_model).forward))
         returns_tuple = bool(re.search(r"=\s*\w*outputs?\w*\[0\]", inside))
         for i in range(self.depth):
             if not first <= i < last:
                 gives, takes = i == first - 1 and not begins, i == last and not ends
-                blocks[i] = Skipped(blocks[i], stage, gives, takes, returns_tuple)
+                blocks[i] = SkippedBlock(blocks[i], stage, gives, takes, returns_tuple)
         before, after = self._around()
         for path in (() if begins else before) + (() if ends else after):
             owner, _, key = path.rpartition(".")
-            setattr(self.get_submodule(owner), key, Absent())
+            setattr(self.get_submodule(owner), key, AbsentModule())
         names = dict(self.named_parameters())
         self.aliases = {n: of for n, of in self.aliases.items() if n in names or of in names}
 
@@ -287,20 +283,21 @@ class HubModel(nn.Module):
         if path and path[-1] == "lora":
             return initialise_adapter(key, tensor, generator(seed, name, tensor.device))
         module: Any = self.__dict__["skeleton"]
-        chain, fillers = [copy.copy(module)], [module]
+        chain, fillers = [shallow_copy(module)], [module]
         for part in path:
             module = getattr(module, part)
-            chain.append(copy.copy(module))
+            chain.append(shallow_copy(module))
             fillers.append(module if hasattr(module, "_init_weights") else fillers[-1])
-        for owner, child, part in zip(chain, chain[1:], path, strict=False):
-            set_child(owner, part, child)
-        params = set_host_parameters(chain[-1])  # on the host: the same values for every device
+            setattr(chain[-2], part, chain[-1])
+        owner = chain[-1]
+        for other, param in list(owner.named_parameters(recurse=False)):  # on the host: the same for every device
+            setattr(owner, other, nn.Parameter(torch.zeros(param.shape, dtype=param.dtype, device="cpu")))
         start = generator(seed, name, torch.device("cpu")).initial_seed()
         with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(start)  # transformers draws from it
             for module, filler in zip(reversed(chain), reversed(fillers), strict=True):
                 filler._init_weights(module)
-            tensor.copy_(params[key])
+            tensor.copy_(getattr(owner, key))
 
 
 class LossHead(nn.Linear):
@@ -340,7 +337,7 @@ def fill_buffers(model: Any) -> None:
     for module in model.modules():
         empty = {n: b for n, b in module.named_buffers(recurse=False) if b.is_meta}
         for name, buffer in empty.items():
-            set_host_buffer(module, name, buffer)
+            setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu"))
         if empty:
             with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(0)

@@ -6,10 +6,10 @@ import json
 from functools import cache
 from typing import TYPE_CHECKING
 
+from weft.extensions.hub.type_facts import TypeFacts
 from weft.job.schema import Job
 
 if TYPE_CHECKING:
-    from weft.extensions.hub.facts import TypeFacts
     from weft.planner.plan import Plan
 
 
@@ -44,6 +44,6 @@ def hub_rule(job: Job, plan: Plan) -> str | None:
 @cache
 def type_facts(args: str) -> TypeFacts:
     """The facts of a config."""
-    from weft.extensions.hub.facts import find_facts
+    from weft.extensions.hub.find_facts import find_facts
 
     return find_facts(args)

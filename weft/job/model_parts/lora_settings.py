@@ -54,7 +54,8 @@ class Lora(Section):
 
     def applies_to(self, layer: str, experts: bool) -> bool:
         """Whether a linear layer of a block, by the last part of its name, has an adapter in a model with experts or
-        without."""
+        without; transformers' q_proj is q."""
+        layer = layer.removesuffix("_proj")
         if self.targets == "all":
             return layer in LAYERS and not (experts and layer in FEED_FORWARD)
         return layer in self.targets

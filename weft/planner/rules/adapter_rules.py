@@ -17,7 +17,8 @@ def lora_rule(job: Job, plan: Plan) -> str | None:
         what = f"model.module={model.module}" if model.module else f"model.family={model.family}"
         return f"model.lora adapts the linear layers of decoders and encoders, and {what} is neither; leave it out"
     weights = weights_of(model.model_copy(update={"lora": None}), False, 0, model.layers or 0, False, False)
-    names = {w.name.split(".")[-2] for w in weights if len(w.shape) == 2 and w.name.endswith(".weight")}
+    matrices = (w.name.split(".")[-2] for w in weights if len(w.shape) == 2 and w.name.endswith(".weight"))
+    names = {name.removesuffix("_proj") for name in matrices}
     layers = [name for name in LAYERS if name in names]
     missing = [] if model.lora.targets == "all" else [name for name in model.lora.targets if name not in layers]
     if not missing:

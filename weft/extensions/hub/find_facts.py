@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from weft.extensions.hub.model import build_hub_model, uses_interface
+from weft.extensions.hub.type_facts import TypeFacts
 from weft.job.schema import Model
 
 STATES = re.compile("Mamba|Recurrent|Rwkv|xLSTM|DeltaNet|LinearAttention|LightningAttention|ShortConv|KDA|RgLru")
 """What the names of modules with a state along the sequence contain."""
-
-
-@dataclass(frozen=True)
-class TypeFacts:
-    """What a type of transformers allows."""
-
-    name: str
-    """Its model_type."""
-    no_tp: str | None
-    """Why tensor parallelism is not possible."""
-    no_pp: str | None
-    no_cp: str | None
-    no_docs: str | None
-    """Why tokens of several documents cannot be kept apart."""
 
 
 def find_facts(args: str) -> TypeFacts:
