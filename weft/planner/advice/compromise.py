@@ -13,7 +13,7 @@ ALIKE = 0.08
 
 
 @dataclass(frozen=True)
-class Group:
+class AlikePoints:
     """Points of the front that are nearly the same, the fastest first."""
 
     members: tuple[Point, ...]
@@ -27,16 +27,16 @@ class Group:
         return len(self.members) - 1
 
 
-def folded(front: Sequence[Point]) -> list[Group]:
+def folded(front: Sequence[Point]) -> list[AlikePoints]:
     """The front in groups of points that are nearly the same as the fastest of the group."""
-    groups: list[Group] = []
+    groups: list[AlikePoints] = []
     for point in front:
         for i, group in enumerate(groups):
             if _alike(group.point, point):
-                groups[i] = Group((*group.members, point))
+                groups[i] = AlikePoints((*group.members, point))
                 break
         else:
-            groups.append(Group((point,)))
+            groups.append(AlikePoints((point,)))
     return groups
 
 
