@@ -10,7 +10,6 @@ import struct
 import sys
 import termios
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,7 @@ def test_every_part_of_a_plan_fits_every_width(monkeypatch: pytest.MonkeyPatch) 
 
 
 def _once(function: Callable[..., Any]) -> Callable[..., Any]:
-    made = cache(lambda: [])()
+    made: list[Any] = []
 
     def call(*args: Any, **options: Any) -> Any:
         if not made:
@@ -102,10 +101,7 @@ def test_lists_prose_and_chinese_are_wrapped_below_their_text() -> None:
 
 
 class Screen:
-    """The command line in this process, with a terminal of some columns as its output."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.monkeypatch = monkeypatch
+    """Runs a command in a terminal of some columns. Returns what it wrote."""
 
     def __call__(self, *args: str, columns: int = 80, **variables: str) -> str:
         ours, theirs = pty.openpty()
@@ -133,8 +129,8 @@ def _read(handle: int) -> bytes:
 
 
 @pytest.fixture
-def screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
-    return Screen(monkeypatch)
+def screen() -> Screen:
+    return Screen()
 
 
 def test_colours_of_plan_doctor_and_errors(screen: Screen) -> None:
@@ -149,7 +145,7 @@ def test_colours_of_plan_doctor_and_errors(screen: Screen) -> None:
 @pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
 def test_no_colours_where_they_are_not_wanted(screen: Screen, variables: dict[str, str]) -> None:
     for command in (["plan", "tiny"], ["plan", "nothing"]):
-        assert "\x1b" not in screen(*command, **variables)
+        assert "\x1b" not in screen(*command, columns=80, **variables)
 
 
 def test_no_colours_in_a_pipe(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

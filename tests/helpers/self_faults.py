@@ -134,5 +134,5 @@ def inject(session: Session) -> None:
 
 if __name__ == "__main__":
     supervised_rank.SupervisedRank = FaultyConnection  # type: ignore[misc]
-    supervised = "WEFT_MEMORY" in os.environ
+    supervised = supervised_rank.is_supervised()
     rank.exit_process(supervised_rank.main(inject) if supervised else rank.run_launched_rank(hook=inject))

@@ -85,7 +85,7 @@ def recompute_text(job: Job, plan: Plan) -> str:
     return f"all but attention{chunks}{parked}"
 
 
-def blocks_text(recompute: int | str, layers: int) -> str:
+def blocks_text(recompute: int | str, layers: int | None) -> str:
     """The setting, with a number of blocks as a part of all."""
     return f"{recompute} of {layers} blocks" if isinstance(recompute, int) else recompute
 

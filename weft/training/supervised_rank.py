@@ -237,6 +237,11 @@ def end_fork_server(run: RunDir, why: str) -> NoReturn:
     os._exit(Exit.MACHINE)
 
 
+def is_supervised() -> bool:
+    """Whether this process is a fork server, rank or spare of a supervised run, not a rank that is launched once."""
+    return "WEFT_MEMORY" in os.environ or "WEFT_FORK_SERVER" in os.environ
+
+
 def main(hook: Hook | None = None) -> int:
     die_with_parent()
     if "WEFT_FORK_SERVER" not in os.environ:

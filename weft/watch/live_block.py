@@ -42,7 +42,7 @@ class LiveBlock:
 
     def open(self) -> None:
         self.errors = sys.stderr
-        sys.stderr = LinesAbove(self.above)  # type: ignore[assignment]
+        sys.stderr = LinesAbove(self.above)
 
     def draw(self, block: RenderableType) -> None:
         """Draw the block, in place of what was drawn before."""

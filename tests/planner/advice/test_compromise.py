@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from weft.planner.advice.compromise import against_fastest, folded, knee
 from weft.planner.search.survey import Point
@@ -28,7 +28,7 @@ def test_rows_that_are_nearly_the_same_are_one() -> None:
 def test_the_knee_is_where_more_memory_buys_little_time() -> None:
     best = knee(FRONT)
     assert best is FRONT[2]
-    assert against_fastest(cast(Point, best), FRONT) == "10 % slower, 50 % less memory"
+    assert against_fastest(best, FRONT) == "10 % slower, 50 % less memory"
     assert knee(FRONT[:2]) is None
     cheap = point(12.0, 40.0, world=4)
     assert "40 % less energy and money" in against_fastest(cheap, FRONT)

@@ -54,7 +54,7 @@ def estimates(made: Survey, took_s: float) -> str:
     return "\n".join(f"{name:10} {text}" for name, text in rows)
 
 
-def _choice(point: Point, layers: int) -> str:
+def _choice(point: Point, layers: int | None) -> str:
     p = point.plan
     more = [f"microbatch {p.microbatch}"]
     if p.recompute != "none":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from weft.training import rank, supervised_rank
@@ -19,5 +18,5 @@ def inject(session: Session) -> None:
 
 
 if __name__ == "__main__":
-    supervised = "WEFT_MEMORY" in os.environ
+    supervised = supervised_rank.is_supervised()
     rank.exit_process(supervised_rank.main(inject) if supervised else rank.run_launched_rank(hook=inject))

@@ -13,7 +13,7 @@ ALIKE = 0.08
 
 
 @dataclass(frozen=True)
-class SimilarLayouts:
+class AlikePoints:
     """Points of the front that are nearly the same, the fastest first."""
 
     members: tuple[Point, ...]
@@ -27,16 +27,16 @@ class SimilarLayouts:
         return len(self.members) - 1
 
 
-def folded(front: Sequence[Point]) -> list[SimilarLayouts]:
+def folded(front: Sequence[Point]) -> list[AlikePoints]:
     """The front in groups of points that are nearly the same as the fastest of the group."""
-    groups: list[SimilarLayouts] = []
+    groups: list[AlikePoints] = []
     for point in front:
         for i, group in enumerate(groups):
             if _alike(group.point, point):
-                groups[i] = SimilarLayouts((*group.members, point))
+                groups[i] = AlikePoints((*group.members, point))
                 break
         else:
-            groups.append(SimilarLayouts((point,)))
+            groups.append(AlikePoints((point,)))
     return groups
 
 
