@@ -116,7 +116,7 @@ def with_weft() -> None:
     from weft.job.load import parse_job
     from weft.planner import make_plan
 
-    say("\nMixtral 8x7B on 8 H100, by Weft's planner:")
+    say("\nMixtral 8x7B on 8 H200, by Weft's planner:")
     for ep in (1, 8):
         plan = make_plan(parse_job({
             "model": {"shape": "mixtral-8x7b"}, "data": {"source": "synthetic", "seq_len": 2048}, "precision": "bf16",

@@ -27,7 +27,7 @@ LONG = (
     "test_expert_rebalance", "test_streamed_optimizer", "test_algorithms", "test_several_nodes", "test_recovery",
     "test_plan", "test_checkpoint_ranks", "test_local_sgd", "test_workloads", "test_prove_routing", "test_attention",
     "test_replicas", "test_server_runs", "test_kernels_interpreted", "test_ssh_and_mpi", "test_store_runs",
-    "test_search", "test_cli", "test_site",
+    "test_search", "test_cli", "test_site", "test_course", "test_notebooks",
 )  # fmt: skip
 """Files that take 12 s of CPU and more, the longest first: one that came last would leave the other workers idle.
 test_families brings all files of WITH_TRANSFORMERS with it, which take 100 s."""

@@ -150,7 +150,9 @@ def test_the_wheel_of_the_source_archive_is_the_same(archives: dict[str, Path], 
     assert files[0] == files[1]
     names = {name for name, _ in files[0]}
     folder = f"weft-{VERSION}.dist-info"
-    assert {f"{folder}/licenses/LICENSE", "weft/_recipes/demo.yaml", "weft/_lessons/collectives.py"} <= names
+    assert {f"{folder}/licenses/LICENSE", "weft/_recipes/demo.yaml"} <= names
+    lessons = ("order.txt", "collectives.py", "zh/messages.yaml", "zh/collectives.md", "checks/collectives.py")
+    assert {f"weft/_lessons/{file}" for file in lessons} <= names
     metadata = zipfile.ZipFile(wheels[0]).read(f"{folder}/METADATA").decode()
     assert "\nLicense-Expression: Apache-2.0\n" in metadata and "\nProvides-Extra: all\n" in metadata
 
