@@ -75,7 +75,7 @@ def ddp(path: str, out: str) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), job.optim.clip)
         optimizer.step()
         spent += time.perf_counter() - began
-        if step % job.train.eval_every == 0:
+        if step % int(job.train.eval_every) == 0:
             with torch.no_grad():
                 losses = [
                     loss_sum(model, b, job.model, seed=0, smoothing=0.0, dtype=torch.float32)

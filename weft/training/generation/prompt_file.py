@@ -159,7 +159,7 @@ class Answerer:
         self.tokenizer = open_tokenizer(job.data)
         self.model, self.tokens, self.sampling = load_model(found, job, ema), tokens, sampling
         self.window, self.ends = job.model.max_len or job.data.seq_len, end_tokens(job.model.pretrained)
-        self.chat = encoder and Chat(
+        self.chat = None if encoder is None else Chat(
             self.model, self.tokenizer, encoder.template, window=self.window, tokens=tokens, sampling=sampling,
             ends=self.ends,
         )  # fmt: skip
