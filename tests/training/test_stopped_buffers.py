@@ -11,7 +11,6 @@ from helpers.self_faults import write_orders
 from weft.checkpoint.format import list_checkpoints
 from weft.checkpoint.reader import load_full
 
-
 MODEL = """
 import torch
 from helpers.own_models import Plain
