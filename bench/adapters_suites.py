@@ -270,6 +270,7 @@ def make_files(folder: Path) -> None:
             image.parent.mkdir(parents=True, exist_ok=True)
             array = np.random.default_rng(i).integers(0, 255, (32, 32, 3), dtype=np.uint8)
             Image.fromarray(array).save(image)
+            Image.fromarray(array).save(folder / f"{image.parent.name}_{i}.jpg")
 
 
 class CountingMetric:
@@ -294,6 +295,16 @@ class CountingMetric:
         return dict.fromkeys(names, found)
 
 
+class Gray:
+    """Made-up images of three channels as those of MNIST, with a script's transform."""
+
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+    def __call__(self, image: Any) -> Any:
+        return self.transform(image.convert("L")) if self.transform else image.convert("L")
+
+
 def stub_downloads(files: Path) -> None:
     """Names of the hub mean the files here."""
     import transformers
@@ -311,6 +322,8 @@ def stub_downloads(files: Path) -> None:
         if "glue" not in path:  # a corpus
             rows = [index % len(pairs["train"]) for index in range(600)]
             pairs = pairs.rename_column("sentence1", "text")
+            if "wikitext" in path:
+                pairs = pairs.select_columns("text")
             pairs = datasets.DatasetDict({name: pairs["train"].select(rows) for name in pairs})
         split = options.get("split")
         if isinstance(split, dict):
@@ -321,6 +334,20 @@ def stub_downloads(files: Path) -> None:
         nltk: Any = importlib.import_module("nltk")
         nltk.data.find = lambda *args, **options: None
         nltk.sent_tokenize = lambda text, *args: text.split(". ")
+    with contextlib.suppress(ImportError):
+        timm: Any = importlib.import_module("timm")
+        create_model = timm.create_model
+        timm.create_model = lambda name, pretrained, **options: create_model("resnet10t", **options)
+    with contextlib.suppress(ImportError):
+        vision: Any = importlib.import_module("torchvision.datasets")
+        vision.MNIST = lambda *args, transform=None, **options: vision.FakeData(
+            64, (1, 28, 28), transform=Gray(transform)
+        )
+        vision.CIFAR10 = lambda *args, transform=None, **options: vision.FakeData(64, (3, 32, 32), transform=transform)
+    with contextlib.suppress(ImportError):
+        words: Any = importlib.import_module("lightning.pytorch.demos.transformer")
+        text = "\n".join(sentence(i) for i in range(24_000))
+        words.WikiText2.download = lambda destination: (destination.parent.mkdir(), destination.write_text(text))
     evaluate.load = lambda *args, **options: CountingMetric()
     datasets.load_dataset = load_dataset
     for kind in (transformers.AutoTokenizer, transformers.AutoModelForSequenceClassification, transformers.AutoConfig,
@@ -373,7 +400,7 @@ def accelerate_examples(checkout: Path, files: Path, modules: dict[str, str]) ->
     for name, arguments in EXAMPLES.items():
         path = checkout / "examples" / name
         cpu = ["--cpu"] if "--cpu" in path.read_text(encoding="utf-8") else []
-        data = ["--data_dir", str(files / "images-train")] if "cv_example" in name else []
+        data = ["--data_dir", str(files)] if "cv_example" in name else []
         yield name, 2, partial(run_script, path, [*cpu, *data, *arguments])
 
 
@@ -426,6 +453,12 @@ def transformers_examples(checkout: Path, files: Path, modules: dict[str, str]) 
 
 
 def lightning_examples(checkout: Path, files: Path, modules: dict[str, str]) -> Iterator[Case]:
+    """Scripts that take options train on two ranks, the others on as many as they ask for: one."""
+    short = [f"--trainer.{option}" for option in (
+        "strategy=weft.lightning.WeftStrategy" if modules else "strategy=ddp", "accelerator=cpu", "devices=2",
+        "max_epochs=1", "limit_train_batches=2", "limit_val_batches=2", "limit_test_batches=2",
+        "limit_predict_batches=2",
+    )]  # fmt: skip
     for name in ("basics/autoencoder.py", "basics/backbone_image_classifier.py", "basics/transformer.py",
                  "basics/profiler_example.py", "bug_report/bug_report_model.py",
                  "domain_templates/generative_adversarial_net.py", "domain_templates/imagenet.py",
@@ -434,14 +467,16 @@ def lightning_examples(checkout: Path, files: Path, modules: dict[str, str]) -> 
                  "domain_templates/computer_vision_fine_tuning.py"):  # fmt: skip
         path = checkout / "examples/pytorch" / name
         if path.is_file():
-            yield name, 2, partial(run_script, path, [])
+            options = "LightningCLI(" in path.read_text(encoding="utf-8")
+            yield name, 1 + options, partial(run_script, path, short if options else [])
 
 
 def deepspeed_examples(checkout: Path, files: Path, modules: dict[str, str]) -> Iterator[Case]:
     for path in sorted((checkout / "training").glob("*/*.py")):
         text = path.read_text(encoding="utf-8", errors="replace")
         if "deepspeed.initialize" in text:
-            yield f"{path.parent.name}/{path.name}", 2, partial(run_script, path, [])
+            arguments = {"cifar": ["-e", "1", "--dtype", "fp32"], "gan": ["--dataset", "fake", "--backend", "gloo"]}
+            yield f"{path.parent.name}/{path.name}", 2, partial(run_script, path, arguments.get(path.parent.name, []))
 
 
 SUITES: dict[str, tuple[Callable[[Path, Path, dict[str, str]], Iterator[Case]], dict[str, str]]] = {

@@ -133,6 +133,11 @@ def gradients() -> dict[str, Any]:
         with accelerator.trigger_sync_in_backward(model):
             accelerator.backward(losses[1])
     values["triggered"] = torch.allclose(gradient(model), gradient(plain), rtol=1e-4, atol=1e-6)
+    model.zero_grad()
+    with model.no_sync():
+        accelerator.backward(loss_of(model, mine[0]))
+    accelerator.backward(loss_of(model, mine[1]))
+    values["the model's no_sync"] = torch.allclose(gradient(model), gradient(plain), rtol=1e-4, atol=1e-6)
     alone = own_loops.net()
     accelerator.backward(loss_of(alone, mine[0]))
     expected = own_loops.net()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shutil
 import warnings
@@ -225,7 +226,10 @@ class Accelerator(Ranks):
         precision = precision_of(self.job, self.device.type == "cuda")
         self.trainings.append(SpreadTraining(model, self.plan, self.mesh, precision, self.job.train.seed))
         self.trainings[-1].scale = self.trainings[0].scale
-        return self.trainings[-1].module
+        module = self.trainings[-1].module
+        if self.plan.dp > 1 and not hasattr(module, "no_sync"):
+            module.no_sync = functools.partial(self.no_sync, module)  # as DistributedDataParallel's
+        return module
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         if isinstance(optimizer, PreparedOptimizer):
