@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from helpers import parity
 from weft.comm import algorithms
 from weft.comm.axis import Axis, native_all_gather, native_reduce_scatter
-from weft.extensions.mpi import mpi_work
-from weft.job.comm import BACKENDS
+from weft.extensions.mpi.mpi_group import NAME
+from weft.extensions.mpi.mpi_work import mpi
 from weft.launch.rank_pool import RankPool
 from weft.mesh import connect
 from weft.planner.plan import Plan
@@ -33,7 +33,7 @@ class MpiPool:
     """What RankPool is to spawned ranks, of the ranks that mpirun started: each call is a world of its own."""
 
     def __init__(self) -> None:
-        self.comm = mpi_work.mpi().COMM_WORLD
+        self.comm = mpi().COMM_WORLD
 
     def run(self, fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
         self._tell((fn, world, args))
@@ -80,7 +80,7 @@ def collectives() -> None:
     """Everything that torch asks a group for, held against plain sums and joins."""
     mesh = connect(Plan("cpu", "cpu", "mpi", dp_replicate=2, tp=2))
     world, rank = mesh.world, mesh.rank
-    assert mesh.everyone is not None and dist.get_backend() == BACKENDS["mpi"].torch_name
+    assert mesh.everyone is not None and dist.get_backend() == NAME
     for dtype in DTYPES:
         of_all = [numbers(r, dtype, 3, 4) for r in range(world)]
         mine, joined = of_all[rank], torch.cat(of_all)
