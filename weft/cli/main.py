@@ -153,7 +153,7 @@ def _prepare_streams(as_json: bool = False) -> None:
 
 def _separate_results(stdout: Any) -> Any:
     """A stream to stdout for the JSON alone. What user modules, libraries and processes print goes to stderr."""
-    if stdout is None or stdout is not sys.__stdout__:  # a program that calls main has replaced it
+    if sys.__stdout__ is None or stdout is not sys.__stdout__:  # a program that calls main has replaced it
         return stdout
     stdout.flush()
     results = os.fdopen(os.dup(stdout.fileno()), "w", encoding="utf-8", errors="replace")
