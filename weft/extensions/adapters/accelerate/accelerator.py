@@ -228,7 +228,7 @@ class Accelerator(Ranks):
         self.trainings[-1].scale = self.trainings[0].scale
         module = self.trainings[-1].module
         if self.plan.dp > 1 and not hasattr(module, "no_sync"):
-            module.no_sync = functools.partial(self.no_sync, module)  # as DistributedDataParallel's
+            module.no_sync = functools.partial(self.no_sync, module)  # type: ignore[assignment]
         return module
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
