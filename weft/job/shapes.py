@@ -143,7 +143,7 @@ def _with_pretrained(job: Job, name: str) -> Job:
     fields = find_object(_implementation(job.model.implementation, name).fields, "model.pretrained")(name)
     if "experts" in given and "experts" in fields:  # such as experts.balance, which only training uses
         fields["experts"] = {**fields["experts"], **given["experts"]}
-    kept = {"pretrained": name, "implementation": job.model.implementation}
+    kept: dict[str, Any] = {"pretrained": name, "implementation": job.model.implementation}
     kept |= {"dropout": job.model.dropout or 0.0, "lora": given.get("lora")}
     if "classes" in given and fields["family"] == "vit":
         kept["vocab"] = given["classes"]

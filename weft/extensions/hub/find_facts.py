@@ -28,6 +28,8 @@ def find_facts(args: str) -> TypeFacts:
     no_pp = None if plan else f"the config of {kind} has no pp plan"
     if plan and "layers" not in plan:
         no_pp = f"the pp plan of {kind} names no layers"
+    if not no_pp and getattr(module.text_model.config, "hidden_size_per_layer_input", None):
+        no_pp = f"{kind} gives an embedding of the tokens to every block"
     ties = {n: of for n, of in module.aliases.items() if n.startswith(module.blocks_path or " ")}
     if ties and not no_pp:
         no_pp = f"blocks of {kind} share {next(iter(ties))}"
