@@ -29,7 +29,7 @@ STORIES = Path(__file__).parents[3] / "recipes" / "stories260K"
 SAMPLE = {
     "granite": "ddp2, tp2", "gemma2": "zero3, cp2 ulysses", "gpt_oss": "zero3, pp2", "qwen3_next": "zero3",
     "deepseek_v3": "cp2 ring", "deepseek_v2": "tp2", "mixtral": "pp2, cp2 ring", "llama4_text": "cp2 ulysses",
-    "bloom": "zero3", "gpt2": "cp2 ring", "mamba2": "ddp2", "cohere2": "tp2", "glm4": "pp2",
+    "bloom": "zero3", "gpt2": "cp2 ring", "mamba2": "ddp2", "cohere2": "tp2, pp2", "glm4": "pp2",
 }  # fmt: skip
 """Types with a layout or two each; bench/any_model.py proves all of them."""
 

@@ -176,7 +176,8 @@ def _whole(
     visible = mask.dense
     if visible is None:
         visible = _visible(mask, q.shape[1], k.shape[1], q.device)
-    y = _scores(*(t.transpose(1, 2) for t in (q, k, v)), visible, 1.0 / query.shape[-1] ** 0.5, softcap, sinks)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    y = _scores(q, k, v, visible, 1.0 / query.shape[-1] ** 0.5, softcap, sinks)
     return y if context is None else ToRows.apply(context, y)
 
 

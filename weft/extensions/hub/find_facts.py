@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from typing import Any
@@ -28,6 +29,11 @@ def find_facts(args: str) -> TypeFacts:
     no_pp = None if plan else f"the config of {kind} has no pp plan"
     if plan and "layers" not in plan:
         no_pp = f"the pp plan of {kind} names no layers"
+    if not no_pp and getattr(module.text_model.config, "hidden_size_per_layer_input", None):
+        no_pp = f"{kind} gives an embedding of the tokens to every block"
+    forward = inspect.getsource(inspect.unwrap(type(module.text_model).forward))
+    if not no_pp and re.search(r"hidden_states, \w+ = \w*layer", forward):
+        no_pp = f"blocks of {kind} pass on more than one tensor"
     ties = {n: of for n, of in module.aliases.items() if n.startswith(module.blocks_path or " ")}
     if ties and not no_pp:
         no_pp = f"blocks of {kind} share {next(iter(ties))}"

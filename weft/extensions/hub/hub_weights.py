@@ -37,7 +37,7 @@ class HubWeights:
         self.module: Any = build_hub_model(model.model_copy(update={"lora": None}))
         self.state = {n: tuple(t.shape) for n, t in self.module.state_dict(keep_vars=True).items()}
         """Shapes of parameters and buffers under all their names."""
-        self.aliases: dict[str, str] = self.module.aliases
+        self.aliases: dict[str, str] = dict(self.module.aliases)
         self.shapes = {n: shape for n, shape in self.state.items() if n not in self.aliases}
         self.buffers = self.shapes.keys() - {n for n, _ in self.module.named_parameters()}
         self.file_of: dict[str, str] = {}
@@ -100,8 +100,8 @@ class HubWeights:
         one, other = (self.groups.get(n, [("", "")])[0][0] for n in (alias, name))
         if not one or not other or {alias, name} & self.converters.keys():
             return
-        places = [(self.folder / self.file_of[n], n) for n in (one, other)]
-        if not equal_tensors(*places, self.files.format):
+        first, second = ((self.folder / self.file_of[n], n) for n in (one, other))
+        if not equal_tensors(first, second, self.files.format):
             raise JobError(
                 f"{self.folder} has different values for {one} and {other}, which its config ties; write "
                 "tie_word_embeddings: false in its config.json"

@@ -52,7 +52,7 @@ def _built(args: str) -> nn.Module:
     module.tie_weights()
     module.__class__ = type(base.__name__, (HubModel, base), {"__module__": base.__module__})
     module.setup()
-    return module  # type: ignore[no-any-return]
+    return module
 
 
 @contextmanager
@@ -183,6 +183,7 @@ class HubModel(nn.Module):
         )
         self.__dict__["stage"] = None
         self.depth = len(self.blocks)
+        self.width: int = self.text_model.config.hidden_size
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -195,7 +196,7 @@ class HubModel(nn.Module):
 
     def _multiplies_last(self) -> bool:
         """Whether the logits are the head's outputs, with nothing after it."""
-        source = inspect.getsource(inspect.unwrap(type(self).__mro__[2].forward))
+        source = inspect.getsource(inspect.unwrap(vars(type(self).__mro__[2])["forward"]))
         made = re.findall(r"^\s*(logits|lm_logits)\b[^=\n]*= *(.*)$", source, re.MULTILINE)
         return len(made) == 1 and bool(re.fullmatch(r"self\.lm_head\((?:[^()]*(?:\([^()]*\))?|.*\])\)", made[0][1]))
 
@@ -275,7 +276,7 @@ class HubModel(nn.Module):
     def hidden_shape(self, batch: dict[str, Tensor], sequence_cut: int) -> tuple[int, ...]:
         """Shape of the activations between stages."""
         inputs = batch["inputs"]
-        return inputs.shape[0], inputs.shape[1], self.config.get_text_config(decoder=True).hidden_size
+        return inputs.shape[0], inputs.shape[1], self.width
 
     def initialise(self, name: str, tensor: Tensor, seed: int) -> None:
         """Fill one parameter in place, as transformers does; a function of the seed and the name alone."""

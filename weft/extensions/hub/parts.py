@@ -43,4 +43,6 @@ def tensor_parts(model: Any) -> tuple[dict[str, str], str | None]:
             parts |= dict.fromkeys(names, role)
         else:
             parts[prefix + pattern] = role
+    learned = [n for n, m in modules.items() if n.endswith("act_fn") and any(True for _ in m.parameters())]
+    parts |= {n: "heads" for n in learned}  # an activation of a rank's columns, whose weights every rank has
     return (parts, None) if "column" in parts.values() else ({}, f"the tp plan of {type(base).__name__} splits nothing")
