@@ -32,6 +32,13 @@ def test_a_trace_gives_the_written_table(number: int) -> None:
     assert table == tables[v.key], f"{v.key}: python -m weft.verify.block_traces"
 
 
+def test_every_table_is_that_of_a_known_structure() -> None:
+    """A new field of a model that says nothing about its blocks belongs into SIZES: else no table is found."""
+    names = {file_name(key) for key in structures()}
+    unknown = [path.name for path in TABLES.glob("*.json") if path.name not in names]
+    assert not unknown, f"no model has the blocks of {unknown}: is a new field of Model missing in block_tables.SIZES?"
+
+
 def test_tables_are_written_by_the_script_alone() -> None:
     for path in TABLES.glob("*.json"):
         text = path.read_text(encoding="utf-8")

@@ -28,9 +28,10 @@ Poly = dict[str, float]
 """Bytes by product of sizes, such as {"b s D": 8}."""
 
 SIZES = frozenset({
-    "shape", "pretrained", "family", "args", "loss", "frozen", "dim", "layers", "encoder_layers", "patch", "image",
-    "class_token", "channels", "heads", "kv_heads", "head_dim", "ffn", "vocab", "classes", "token_types", "max_len",
-    "norm_eps", "position_buckets", "position_limit", "rope_theta", "rope_scaling", "rope_dim", "window",
+    "shape", "pretrained", "implementation", "family", "args", "loss", "frozen", "dim", "layers", "encoder_layers",
+    "patch", "image", "class_token", "channels", "heads", "kv_heads", "head_dim", "ffn", "vocab", "classes",
+    "token_types", "max_len", "norm_eps", "position_buckets", "position_limit", "rope_theta", "rope_scaling",
+    "rope_dim", "window",
     "window_layers", "window_theta", "attention_scale", "embedding_scale", "swiglu_limit", "swiglu_alpha",
     "head_scale", "tied", "causal", "bias", "qkv_bias", "out_bias", "mlp_bias", "latent", "experts", "lora",
     "batch_norm", "table_optim", "dropout",
