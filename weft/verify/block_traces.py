@@ -12,7 +12,7 @@ import random
 import subprocess
 import sys
 import warnings
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -334,15 +334,14 @@ def _born(recorder: Recorder, key: int, before: int) -> int:
 
 def clean(poly: Poly) -> Poly:
     """Products whose factor is not 0. As many tensors of one expert's rows as there are experts are one of all rows."""
-    out = Counter[str]()
+    out = defaultdict[str, float](float)
     for product, factor in poly.items():
         symbols = product.split()
         every = 0
         if {"s", "k"} <= set(symbols) and "e" not in symbols:
             every = round(factor / PRIMES["e"])
-            out[" ".join(symbol for symbol in (*PRIMES, "A", "C") for _ in range([*symbols, "e"].count(symbol)))] += (
-                every
-            )
+            symbols.append("e")
+            out[" ".join(symbol for symbol in (*PRIMES, "A", "C") for _ in range(symbols.count(symbol)))] += every
         out[product] += factor - every * PRIMES["e"]
     return {product: factor for product, factor in out.items() if abs(factor) > 1e-9}
 
@@ -411,12 +410,8 @@ def _block(recorder: Recorder, halves: Recorder | None, prefix: str) -> dict[str
             row["inner"] = clean({product: -factor for product, factor in freed.items()})
         if mode == "none" and halves is not None:
             # the first half ends at the first weight, so the second block is the first one that it passes
-            first = Window(
-                halves,
-                *(halves.marks[name, after] for name in ("backward", "done")),
-                True,
-                halves.marks["forward", after],
-            )
+            begin, end, since = (halves.marks[name, after] for name in ("backward", "done", "forward"))
+            first = Window(halves, begin, end, True, since)
             row["later"], row["input_pass"] = clean(first.live), highest(first.peaks)
         rows[mode] = row
     return rows

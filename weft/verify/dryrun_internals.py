@@ -103,16 +103,18 @@ FUSED = attention_kernels.Kernel("fused", _attend, _attend_backward, (torch.floa
 def gpu_allocations(attention: bool) -> Iterator[None]:
     """Let norms and products of experts allocate what they do on a GPU; with `attention`, scores too."""
     product, find_kernel = grouped.product, attention_kernels.find_kernel
+    owners: tuple[Any, ...] = (grouped, mixture_of_experts)
+    functional: Any = nn.functional
     with fused_norms():
-        for owner in (grouped, mixture_of_experts):
+        for owner in owners:
             owner.product = _OneBuffer.apply
         if attention:
-            nn.functional.scaled_dot_product_attention = _attention
+            functional.scaled_dot_product_attention = _attention
             attention_kernels.find_kernel = lambda q, k, limits: FUSED
         try:
             yield
         finally:
-            for owner in (grouped, mixture_of_experts):
+            for owner in owners:
                 owner.product = product
-            nn.functional.scaled_dot_product_attention = _plain_attention
+            functional.scaled_dot_product_attention = _plain_attention
             attention_kernels.find_kernel = find_kernel

@@ -37,7 +37,8 @@ class HubWeights:
         self.module: Any = build_hub_model(model.model_copy(update={"lora": None}))
         self.state = {n: tuple(t.shape) for n, t in self.module.state_dict(keep_vars=True).items()}
         """Shapes of parameters and buffers under all their names."""
-        self.aliases: dict[str, str] = dict(self.module.aliases)
+        aliases: Any = self.module.aliases
+        self.aliases: dict[str, str] = dict(aliases)
         self.shapes = {n: shape for n, shape in self.state.items() if n not in self.aliases}
         self.buffers = self.shapes.keys() - {n for n, _ in self.module.named_parameters()}
         self.file_of: dict[str, str] = {}

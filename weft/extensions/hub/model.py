@@ -200,7 +200,7 @@ class HubModel(nn.Module):
         made = re.findall(r"^\s*(logits|lm_logits)\b[^=\n]*= *(.*)$", source, re.MULTILINE)
         return len(made) == 1 and bool(re.fullmatch(r"self\.lm_head\((?:[^()]*(?:\([^()]*\))?|.*\])\)", made[0][1]))
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, inputs: Tensor, targets: Tensor | None = None, valid: Tensor | None = None, docs: Tensor | None = None,
         positions: Tensor | None = None, keys: Tensor | None = None, smoothing: float = 0.0,
         hidden: Tensor | None = None, rows: Tensor | None = None, length: int | None = None,
@@ -210,7 +210,7 @@ class HubModel(nn.Module):
         segments = None
         if rows is None:
             rows = torch.arange(inputs.shape[1], device=inputs.device)
-            segments = segments_of(docs)
+            segments = None if docs is None else segments_of(docs)
         positions = rows if positions is None else positions
         length = inputs.shape[1] if length is None else length
         info = TokenInfo(None, docs, keys, rows, length, keys, segments=segments)

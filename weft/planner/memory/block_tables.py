@@ -59,7 +59,8 @@ def block_structure(m: Model, routed: bool) -> dict[str, Any]:
         fields["lora"] = {"targets": m.lora.targets, "dropout": bool(m.lora.dropout), "experts": m.experts is not None}
     if routed and (e := m.experts) is not None:
         kept = {k: v for k, v in e.model_dump().items() if k not in EXPERT_SIZES and v not in (None, False)}
-        flags = {"several": e.top_k > 1, "shared": bool(e.shared), "z": bool(e.z_weight), "capacity": bool(e.capacity)}
+        flags: dict[str, bool | None] = {"several": e.top_k > 1, "shared": bool(e.shared), "z": bool(e.z_weight)}
+        flags["capacity"] = bool(e.capacity)
         flags |= {"aux": e.aux_weight is None or bool(e.aux_weight), "renormalize": e.renormalize}
         fields["experts"] = kept | {k: v for k, v in flags.items() if v not in (None, False)}
     return {k: v for k, v in fields.items() if v not in (None, False)}
