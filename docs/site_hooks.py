@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import re
 import shutil
+import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,23 @@ LINK = re.compile(r"(\]\()((?:\.\./)+)([^)\s]*)(\))")
 CHINESE_BREAK = re.compile(r"(?<=[\u3001-\u9fff\uff00-\uffef])\n *(?=[\u3400-\u9fff])")
 """A line break between Chinese characters, which a browser would show as a space."""
 COMMANDS = "<!-- the commands of weft -->"
+LESSONS = ROOT / "lessons"
+
+
+def on_config(config: Any) -> None:
+    """Pages are read from a copy of docs/ that has the lessons, which lie beside it, as pages too."""
+    if Path(config.docs_dir) != ROOT / "docs":
+        return
+    copied = Path(tempfile.mkdtemp(prefix="weft-docs-"))
+    atexit.register(shutil.rmtree, copied, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", copied, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    (copied / "lessons").mkdir()
+    for name in (LESSONS / "order.txt").read_text(encoding="utf-8").split():
+        code = f"\n[{name}.py]({REPOSITORY}/blob/main/lessons/{name}.py)\n"
+        for folder, end in ((LESSONS, ".md"), (LESSONS / "zh", ".zh.md")):
+            text = re.sub(r"(?:\.\./)+docs/", "../", (folder / f"{name}.md").read_text(encoding="utf-8"))
+            (copied / "lessons" / f"{name}{end}").write_text(text + code, encoding="utf-8")
+    config.docs_dir = str(copied)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -25,6 +44,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         if levels <= depth:
             return link[0]
         path = link[3].partition("#")[0]
+        if re.fullmatch(r"lessons/\w+\.md", path) and path != "lessons/README.md":
+            return f"{link[1]}{'../' * depth}{link[3]}{link[4]}"
         kind = "tree" if (ROOT / path).is_dir() else "blob"
         return f"{link[1]}{REPOSITORY}/{kind}/main/{link[3]}{link[4]}"
 

@@ -90,7 +90,8 @@ def test_every_page_has_one_place_in_the_navigation() -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     named = re.findall(r"^ +- (?:[^:\n]+: )?([\w/-]+\.md)$", text[text.index("\nnav:") :], re.MULTILINE)
     written = {p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md") if not p.name.endswith(".zh.md")}
-    assert sorted(named) == sorted(written - {"README.md"})
+    lessons = {f"lessons/{name}.md" for name in (ROOT / "lessons" / "order.txt").read_text(encoding="utf-8").split()}
+    assert sorted(named) == sorted((written | lessons) - {"README.md"})
 
 
 def test_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[str, Parts]) -> None:
