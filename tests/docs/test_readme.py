@@ -143,7 +143,7 @@ def test_the_readme(shell):
     assert "layouts are the same run as one process" in result
     folder = shell[0]
     run = folder / "runs" / "tiny"
-    assert (run / "report.html").stat().st_size > 100_000
+    assert (run / "report.html").stat().st_size > 20_000
     assert (run / "model.safetensors").is_file()
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, steps[-1] + 1))
