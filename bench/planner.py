@@ -34,7 +34,7 @@ from weft.job import parse_job
 from weft.job.shapes import resolve
 from weft.planner.estimator import Estimator, make_estimator
 from weft.planner.make_plan import make_plan, start_plan
-from weft.planner.search.branch_and_bound import LayoutSearch
+from weft.planner.search.branch_and_bound import find_layouts
 from weft.planner.search.space import Space, all_layouts, job_space
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -108,7 +108,7 @@ def measure() -> list[dict[str, Any]]:
         rows.append(row(f"search of {name}, s", "", wall, cpu, note))
     model, device, nodes, seq, _ = LARGE
     smaller = described(model, device, nodes - 1, seq, nodes - 1)
-    wall, cpu, found = least(lambda: LayoutSearch(*setting(smaller)).find())
+    wall, cpu, found = least(lambda: find_layouts(*setting(smaller)))
     rows.append(row("search of llama-405b on 16,376 H100, a node lost, s", "1", wall, cpu, f"{found.size:,} layouts"))
     demo = parse_job({"model": "tiny", "train": {"global_batch": 16}, "cluster": {"device": "cpu"}})
     wall, cpu, _ = least(lambda: make_plan(demo, 2))
@@ -134,7 +134,7 @@ def page(rows: list[dict[str, Any]]) -> str:
 
 def search(given: Any) -> Any:
     """The five best layouts of a space."""
-    return LayoutSearch(*setting(described(*given))).find(top=5)
+    return find_layouts(*setting(described(*given)), top=5)
 
 
 def main() -> None:

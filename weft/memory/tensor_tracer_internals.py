@@ -59,30 +59,20 @@ SHAPED = frozenset(
         _aten.view.default, _aten.view.dtype, _aten._unsafe_view.default, _aten.alias.default, _aten.detach.default,
         _aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.as_strided.default, _aten.slice.Tensor,
         _aten.select.int, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.expand.default, _aten.clone.default,
-        _aten.mm.default, _aten.bmm.default, _aten.unbind.int, _aten.split.Tensor, _aten._to_copy.default,
-        _aten.empty_like.default, _aten.zeros_like.default, _aten.new_empty.default, _aten.copy_.default,
-        _aten.fill_.Scalar, _aten.masked_fill_.Scalar, _aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor,
-        _aten.exp_.default, _aten.add.Tensor, _aten.sub.Tensor, _aten.rsub.Scalar, _aten.mul.Tensor, _aten.mul.Scalar,
-        _aten.div.Tensor, _aten.div.Scalar, _aten.neg.default, _aten.exp.default, _aten.pow.Tensor_Scalar,
-        _aten.rsqrt.default, _aten.sum.default, _aten.sum.dim_IntList, _aten.where.self, _aten.eq.Scalar,
-        _aten.lt.Scalar, _aten.ge.Scalar, _aten.gt.Tensor, _aten.logaddexp.default, _aten.index_select.default,
+        _aten.mm.default, _aten.bmm.default,
     }
 )  # fmt: skip
-"""Operators that torch computes for tensors without data in C++: most of a trace."""
+"""Operators that torch computes for tensors without data in C++: half of a trace."""
 
 
-def shaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def shaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """The output of such an operator, in a third of the time that torch needs to look it up among earlier calls. None
     if torch must decide: for tensors with data or on several devices."""
-    if func not in SHAPED:
+    if func not in SHAPED or kwargs:
         return None
     first = args[0]
     if type(first) is not FakeTensor or first.constant is not None or first.fake_mode.in_kernel_invocation:
         return None
-    if kwargs:
-        if kwargs.get("device") not in (None, first.fake_device):
-            return None
-        kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
     for other in args[1:]:
         if isinstance(other, torch.Tensor) and (
             type(other) is not FakeTensor
@@ -91,12 +81,8 @@ def shaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ):
             return None
     with in_kernel_invocation_manager(first.fake_mode):
-        out = func(*args, **kwargs)
-    if out is first:
-        return out
-    if isinstance(out, torch.Tensor):
-        return FakeTensor(first.fake_mode, out, first.fake_device)
-    return [FakeTensor(first.fake_mode, part, first.fake_device) for part in out]
+        out = func(*args)
+    return FakeTensor(first.fake_mode, out, first.fake_device)
 
 
 def has_values(tensor: torch.Tensor) -> bool:

@@ -23,10 +23,11 @@ from weft.models.kernel_internals import (
     flash_attention,
     flash_attention_backward,
 )
-from weft.planner.engine_constants import MAX_SCORES
 
 Grads = tuple[Tensor, Tensor, Tensor]
 
+MAX_SCORES = 1 << 24
+"""Scores that the reference kernel holds at once."""
 MAX_KERNEL_ELEMENTS = 1 << 29
 """Elements of the queries passed to a GPU kernel at once: some kernels use 32-bit offsets."""
 

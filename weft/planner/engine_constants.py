@@ -23,8 +23,6 @@ FP8_LOGITS_CHUNKS = 2
 """An fp8 head holds one-byte gradients of up to this many chunks of logits."""
 LONG_SEQUENCE_CHUNK = 16_384
 """Tokens of a long sequence that pass through a block's linear layers at once."""
-MAX_SCORES = 1 << 24
-"""Scores that attention on a CPU has at once."""
 STREAMED_PIECE_ELEMENTS = 32 << 20
 """Weights whose states are copied to the device together, unless one that cannot be cut is larger."""
 STREAM_SLOTS = 3

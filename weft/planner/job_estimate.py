@@ -10,10 +10,11 @@ import numpy as np
 from weft.hardware.probe import probe
 from weft.job.errors import JobError
 from weft.job.schema import Job
-from weft.planner.calibration import Calibration
+from weft.planner.calibration import Calibration, load_calibration
 from weft.planner.estimator import Estimator, make_estimator, run_memory
 from weft.planner.memory.stage_blocks import split_blocks
 from weft.planner.model.reference_rate import step_flops
+from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
 from weft.planner.ranks import device_memory, device_of
 from weft.planner.search.candidates import Layouts
@@ -39,7 +40,7 @@ SOURCES = {
 }
 
 
-def estimate_job(job: Job, plan: Plan, calibration: Calibration | None = None) -> dict[str, Any]:
+def estimate_job(job: Job, plan: Plan, stack: str | Calibration = "weft") -> dict[str, Any]:
     """What `weft estimate JOB --json` prints."""
     if job.model.module:
         raise JobError(
@@ -48,8 +49,9 @@ def estimate_job(job: Job, plan: Plan, calibration: Calibration | None = None) -
     if plan.pp > 1 and not plan.split:
         plan = replace(plan, split=split_blocks(job, plan.pp * plan.virtual_stages, pairs=plan.tp > 1))
     device = device_of(job, plan)
-    memory = device_memory(job, device, probe(), plan.world)
-    estimator = make_estimator(job, plan, plan.world, device, memory, calibration)
+    if isinstance(stack, str):
+        stack = own_calibration(job, device) if stack == "weft" else load_calibration(stack)
+    estimator = make_estimator(job, plan, plan.world, device, device_memory(job, device, probe(), plan.world), stack)
     model, cluster, layouts = estimator.model, estimator.cluster, Layouts.one(plan)
     figures = estimator.estimate(layouts, detail=True)
     parts, moved = {part: float(gib[0]) for part, gib in figures.memory.items()}, axis_bytes(job, plan)
@@ -86,7 +88,7 @@ def estimate_job(job: Job, plan: Plan, calibration: Calibration | None = None) -
         "layout": plan.layout(),
         "world": plan.world,
         "device": plan.device_name,
-        "calibration": estimator.calibration.name,
+        "calibration": stack.name,
         "sources": SOURCES,
     }
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.hardware.catalog import find_network
+from weft.hardware.catalog import Device, find_network
 from weft.hardware.probe import probe
 from weft.job.compression import parse_compression
 from weft.job.errors import FitError, JobError
@@ -14,10 +14,9 @@ from weft.job.import_by_name import find_object
 from weft.job.schema import Job
 from weft.job.shapes import resolve
 from weft.planner.advice.expert_placement import with_copies
-from weft.planner.advice.why import reasons
 from weft.planner.calibration import Calibration
 from weft.planner.disk_space import endurance_line
-from weft.planner.estimator import Estimator, run_memory
+from weft.planner.estimator import Estimator, make_estimator, run_memory
 from weft.planner.layout_settings import (
     choose_chunks,
     choose_context_parallel,
@@ -45,9 +44,9 @@ from weft.planner.plan import Plan
 from weft.planner.ranks import backend_of, device_for, device_memory, world_of
 from weft.planner.rules.known_rules import check
 from weft.planner.schedules.known_schedules import check_schedule
-from weft.planner.search.branch_and_bound import SearchResult
+from weft.planner.search.branch_and_bound import LayoutSearch, SearchResult
 from weft.planner.search.candidates import Layouts
-from weft.planner.search.search import PlanStart, keep_pinned, search
+from weft.planner.search.choose import plan_space, search_layout
 from weft.planner.sync import default_layout
 from weft.planner.table_placement import with_tables
 from weft.planner.time.buckets import bucket_mb
@@ -71,6 +70,22 @@ def best_plan(start: PlanStart, calibration: Calibration | None = None) -> tuple
             "recompute=full needs; a smaller train.microbatch or more ranks would need less"
         )
     return job, made, found
+
+
+@dataclass(frozen=True)
+class PlanStart:
+    """A resolved job before its layout is chosen: its ranks, and a plan with the pinned settings."""
+
+    job: Job
+    device: Device
+    world: int
+    memory_gib: float
+    plan: Plan
+    reasons: tuple[str, ...] = ()
+    spare: bool = False
+    """Whether states stay on the device as far as they fit."""
+    asked: Job | None = None
+    """The job before memory.offload=auto became what it needs."""
 
 
 def _warmup(job: Job) -> int:
@@ -150,8 +165,9 @@ def fitting_plan(start: PlanStart) -> Plan | None:
 
 def _fits(start: PlanStart) -> bool:
     """Whether any layout fits."""
-    result = search(start)
-    return result.size == 0 or len(result) > 0
+    estimator = make_estimator(start.job, start.plan, start.world, start.device, start.memory_gib)
+    search = LayoutSearch(plan_space(start.job, start.plan, start.world), estimator)
+    return search.size == 0 or len(search.find()) > 0
 
 
 def _start_plan(job: Job, world: int | None = None, also: tuple[str, ...] = ()) -> PlanStart:
@@ -190,11 +206,10 @@ def pick_layout(
     """The layout: searched for Weft's models, plain replicas for a custom module."""
     job, plan = start.job, start.plan
     if not job.model.module:
-        result = search(start, calibration)
-        if result.size:
-            best = result.layouts if len(result) else result.smallest
-            why = reasons(result, pinned=job.parallel != "auto") if len(result) else []
-            return keep_pinned(job, plan, best.plan(0, plan)), why, result
+        estimator = make_estimator(job, start.plan, start.world, start.device, start.memory_gib, calibration)
+        chosen = search_layout(job, plan, plan_space(job, plan, start.world), estimator)
+        if chosen is not None:
+            return chosen[0], chosen[2], chosen[1]
     if job.parallel == "auto":
         plan = replace(plan, dp_replicate=start.world)
     check(job, plan)
@@ -218,7 +233,7 @@ def complete_plan(
         plan = replace(plan, bucket_mb=size)
         reasons += [reason] if reason else []
     if plan.tiered and not job.model.module:
-        limit = (estimator or replace(start, plan=plan).estimator()).limit_gib
+        limit = (estimator or make_estimator(job, plan, start.world, start.device, start.memory_gib)).limit_gib
         plan = place_states(job, plan, limit, start.spare, reasons)
     plan = with_tower_costs(job, with_tables(job, plan, start.memory_gib), start.device, start.memory_gib)
     predicted = _predict(start, plan, estimator)
@@ -301,7 +316,7 @@ def _predict(start: PlanStart, plan: Plan, estimator: Estimator | None) -> dict[
     if job.model.module:
         return {}
     if estimator is None or plan.tiered:
-        estimator = replace(start, plan=plan).estimator()
+        estimator = make_estimator(job, plan, start.world, start.device, start.memory_gib)
     made = estimator.estimate(Layouts.one(plan), detail=True)
     predicted = run_memory({part: float(gib[0]) for part, gib in made.memory.items()})
     moved = sum(communication_bytes(job, plan).values())

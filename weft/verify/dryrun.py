@@ -32,11 +32,12 @@ from weft.planner.memory.engine_memory import EngineMemory, Place
 from weft.planner.module_costs import ModuleFacts, module_states, module_traffic, predict_module
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts
-from weft.planner.time.traffic import EXPERT_AXES, traffic_of
+from weft.planner.time.expert_traffic import EXPERT_AXES
+from weft.planner.time.flops import flops_of
+from weft.planner.time.traffic import traffic_of
 from weft.training.build import build_state, check_module, dataset_here, first_microbatch, module_facts
 from weft.training.step import Stepper
 from weft.verify.dryrun_internals import fused_norms, storage_bytes
-from weft.verify.flops import flops_of
 
 GIB = 2**30
 LATE_STEP = 10**9
@@ -102,7 +103,6 @@ def dryrun(job: Job, plan: Plan, rank: int = 0) -> DryRun:
 
 
 def _dryrun(job: Job, plan: Plan, rank: int, own: OwnModule | None, began: float) -> DryRun:
-    memory = None if own is not None else _memory(job, plan, rank)
     mesh = fake_mesh(plan, rank)
     try:
         norms = fused_norms() if plan.device == "cuda" else nullcontext()
@@ -110,7 +110,7 @@ def _dryrun(job: Job, plan: Plan, rank: int, own: OwnModule | None, began: float
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # stages copy the model
             batch = make_batch(job, plan) if own is None else own.batch(mode.from_tensor)
             meter, parts = trace(job, plan, mesh, batch, COPIED_BY_BACKEND.get(plan.backend, frozenset()))
-        estimates = own.estimates(job, plan) if own is not None else _estimates(job, plan, mesh, memory or {})
+        estimates = _estimates(job, plan, mesh) if own is None else own.estimates(job, plan)
         return _compare(plan, mesh, meter, parts, estimates, began)
     finally:
         mesh.close()
@@ -202,22 +202,17 @@ Estimates = tuple[dict[str, float], dict[tuple[str, str], float]]
 """Bytes of each kind of state, peak memory and FLOPs; bytes by axis and kind of collective."""
 
 
-def _memory(job: Job, plan: Plan, rank: int) -> dict[str, float]:
-    """Bytes of each kind of state, and peak memory."""
-    memory, layouts, place = EngineMemory(job, plan, traced=True), Layouts.one(plan), Place.of(plan, rank)
+def _estimates(job: Job, plan: Plan, mesh: Mesh) -> Estimates:
+    memory, layouts, place = EngineMemory(job, plan, traced=True), Layouts.one(plan), Place.of(plan, mesh.rank)
     group = memory.group(layouts, place)
     states = {name: float(held[0]) for name, held in group.states(group.held).items()}
     peak = sum(float(held[0]) for part, held in memory.rank(layouts, place).items() if part != "runtime")
-    return states | {"peak_memory": peak}
-
-
-def _estimates(job: Job, plan: Plan, mesh: Mesh, memory: dict[str, float]) -> Estimates:
     groups, expected = _names(mesh), Counter[tuple[str, str]]()
     for axis, kinds in traffic_of(job, plan, mesh.rank, at=math.inf).items():
         found = mesh.everyone if axis == "everyone" else mesh.axes.get(axis)
         name = axis if found is None else groups[str(found.group.group_name)]
         expected.update({(name, kind): amount for kind, amount in kinds.items()})
-    return memory | {"flops": flops_of(job, plan, mesh.rank)}, dict(expected)
+    return states | {"peak_memory": peak, "flops": flops_of(job, plan, mesh.rank)}, dict(expected)
 
 
 @dataclass(frozen=True)

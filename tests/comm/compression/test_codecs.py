@@ -14,7 +14,7 @@ from weft.comm.compression.codecs import codecs_of
 from weft.comm.compression.sparse_codec import Largest
 from weft.job.compression import parse_compression
 from weft.launch.rank_pool import RankPool
-from weft.planner.time.compression import sent_of
+from weft.planner.time.allreduce_messages import sent_of
 
 ALL = ["fp16", "bf16", "int8", "int4", "topk:0.1", "threshold:1.5", "onebit"]
 UNBIASED = {"fp16": 2**-10, "bf16": 2**-7, "int8": 1 / 127, "int4": 1 / 7}

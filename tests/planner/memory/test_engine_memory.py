@@ -12,7 +12,7 @@ from weft.planner.estimator import make_estimator
 from weft.planner.explain_memory import explain_memory
 from weft.planner.make_plan import make_plan, start_plan
 from weft.planner.search.candidates import Layouts
-from weft.planner.search.search import plan_space
+from weft.planner.search.choose import plan_space
 from weft.planner.search.space import all_layouts
 
 MOE = {

@@ -16,7 +16,7 @@ from weft.planner.make_plan import make_plan, pick_layout, start_plan
 from weft.planner.memory.layout_ranks import SPLITS
 from weft.planner.plan import Plan
 from weft.planner.rules.tensor_rules import heads_fit
-from weft.planner.search.branch_and_bound import LayoutSearch
+from weft.planner.search.branch_and_bound import find_layouts
 from weft.planner.search.candidates import RECOMPUTES, Layouts
 from weft.planner.search.frontier import TIME_TOLERANCE
 from weft.planner.search.space import all_layouts, coarse, count, job_space
@@ -90,7 +90,7 @@ def test_the_search_finds_what_looking_at_everything_finds(
     selective = layouts.recompute == RECOMPUTES.index("selective")
     times[selective & SPLITS[layouts.schedule] & (layouts.pp > 1)] = np.inf  # refused
     peaks = np.concatenate([p.peak_gib for p in parts])
-    found = LayoutSearch(space, estimator).find(top=3, front=True)
+    found = find_layouts(space, estimator, top=3, front=True)
     assert found.size == len(layouts)
     assert found.times.min() == pytest.approx(times.min(), rel=1e-12)
     assert _front(found.times, found.peaks) == pytest.approx(_front(times, peaks))
@@ -109,7 +109,7 @@ def test_recompute_by_block_is_only_as_much_as_memory_asks_for() -> None:
     job = job_of("llama-8b", 1, 8, 8192, "a100-sxm-40gb")
     space = job_space(job, 8, "bf16").restricted(pp=(1,), cp=(1,), tp=(1,), zero=(3,), dp_shard=(8,), microbatch=1)
     estimator = estimator_of(job)
-    whole, some = (LayoutSearch(s, estimator).find() for s in (space.restricted(by_block=False), space))
+    whole, some = find_layouts(space.restricted(by_block=False), estimator), find_layouts(space, estimator)
     blocks = int(some.layouts.recompute_blocks[0])
     assert 0 < blocks < 32
     assert some.times[0] < whole.times[0]
@@ -126,7 +126,7 @@ def test_more_memory_never_makes_a_fitting_plan_unfit(less: float, more: float) 
     layouts = all_layouts(space)
     small, large = (estimator_of(job, memory_gib=gib) for gib in (less, less + more))
     assert (~small.estimate(layouts).fits | large.estimate(layouts).fits).all()
-    first, second = LayoutSearch(space, small).find(), LayoutSearch(space, large).find()
+    first, second = find_layouts(space, small), find_layouts(space, large)
     if len(first):
         assert second.times.min() <= first.times.min() * (1 + 1e-12)
 
@@ -135,7 +135,7 @@ def test_symmetric_clusters_give_symmetric_answers() -> None:
     """Where all links are the same, it does not matter how ranks are gathered in nodes."""
     flat = [{"name": "flat", "size": 16, "gb_s": 50, "latency_us": 5}]
     two, four = (job_of("llama-8b", n, 32, levels=flat, devices_per_node=16 // n) for n in (2, 4))
-    found = [LayoutSearch(job_space(job, 16, "bf16"), estimator_of(job)).find(top=4) for job in (two, four)]
+    found = [find_layouts(job_space(job, 16, "bf16"), estimator_of(job), top=4) for job in (two, four)]
     assert [f.layouts.plan(int(i)).layout() for f in found[:1] for i in f.best(4)] == [
         found[1].layouts.plan(int(i)).layout() for i in found[1].best(4)
     ]

@@ -30,5 +30,5 @@ def run_and_show(
         return json.dumps(scores, indent=2) if as_json else str(find_object(scorer.show, "--table")(scores))
     assert job is not None
     described, plan = make_plan(load_job(job, overrides), nproc)
-    result = estimate_job(described, plan, load_calibration(stack) if stack else None)
+    result = estimate_job(described, plan, load_calibration(stack) if stack else "weft")
     return json.dumps(result, indent=2) if as_json else show_estimate(result)

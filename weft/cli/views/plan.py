@@ -26,6 +26,7 @@ from weft.planner.calibration import Calibration
 from weft.planner.describe import describe_plan, draw_schedule
 from weft.planner.explain_memory import explain_memory
 from weft.planner.make_plan import (
+    PlanStart,
     check_fits,
     complete_plan,
     or_settings_that_fit,
@@ -35,7 +36,7 @@ from weft.planner.make_plan import (
     with_module_prediction,
 )
 from weft.planner.number_format import gib, gib_difference
-from weft.planner.search.search import PlanStart
+from weft.planner.own_calibration import own_calibration
 from weft.planner.search.survey import Survey, survey
 
 TABLE_HEADS = ("runners-up ", "front ", "would fit with ", "offer ", "history ", "setting ")
@@ -97,15 +98,14 @@ def show(job: Job, nproc: int | None, asked: PlanOptions) -> PlanOutput:
         start = start_plan(job, nproc)
     if start.job.model.module:
         return _own_model(start, asked)
-    calibration: Calibration | None = None
+    calibration = own_calibration(start.job, start.device)
     data: dict[str, Any] = {}
     blocks: list[str] = []
     if asked.history:
-        history, calibration = read_history(asked.history, start.device.name, start.estimator().calibration)
+        history, calibration = read_history(asked.history, start.device.name, calibration)
         data["history"] = history.to_json()
         blocks.append(tables.history_table(history, asked.width))
     made = survey(start, asked.top, asked.front, beyond=not runs_here(start), calibration=calibration)
-    calibration = made.found.estimator.calibration
     data = {**made.to_json(), **data}
     if (best := knee(made.front)) is not None:
         data["pareto_knee"] = made.front.index(best)

@@ -11,8 +11,11 @@ from weft.hardware.catalog import DEVICES
 from weft.job.errors import FitError, JobError
 from weft.job.schema import Job
 from weft.planner.calibration import Calibration
-from weft.planner.make_plan import complete_plan, start_plan
-from weft.planner.search.search import PlanStart, keep_pinned, search
+from weft.planner.estimator import make_estimator
+from weft.planner.make_plan import PlanStart, complete_plan, start_plan
+from weft.planner.own_calibration import own_calibration
+from weft.planner.search.branch_and_bound import LayoutSearch
+from weft.planner.search.choose import keep_pinned, plan_space
 from weft.planner.search.survey import run_cost
 
 Idea = tuple[str, Job]
@@ -63,17 +66,21 @@ def _try(start: PlanStart, what: str, job: Job, calibration: Calibration) -> Cha
         tried = start_plan(job)
     except (FitError, JobError):
         return None
-    found = search(tried, calibration if tried.device == start.device else None)
+    if tried.device != start.device:
+        calibration = own_calibration(job, tried.device)
+    space = plan_space(tried.job, tried.plan, tried.world)
+    estimator = make_estimator(tried.job, tried.plan, tried.world, tried.device, tried.memory_gib, calibration)
+    found = LayoutSearch(space, estimator).find()
     if len(found) == 0:
         return None
     try:
-        complete_plan(tried, keep_pinned(tried.job, tried.plan, found.layouts.plan(0, tried.plan)), [], found.estimator)
+        complete_plan(tried, keep_pinned(tried.job, tried.plan, found.layouts.plan(0, tried.plan)), [], estimator)
     except (FitError, JobError):
         return None
     seconds = float(found.times[0])
     # the same number of tokens, in shorter sequences
     usd, kwh = run_cost(tried, found, seconds * start.job.data.seq_len / tried.job.data.seq_len, tried.world)
-    return Change(what, seconds, float(found.peaks[0]), found.estimator.limit_gib, usd, kwh)
+    return Change(what, seconds, float(found.peaks[0]), estimator.limit_gib, usd, kwh)
 
 
 def _ideas(start: PlanStart, needs_gib: float) -> Iterator[list[Idea]]:

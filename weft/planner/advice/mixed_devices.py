@@ -8,7 +8,7 @@ both kinds, and the slower kind gets fewer blocks.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,11 @@ import numpy as np
 from weft.hardware.catalog import find_device
 from weft.job.schema import Job
 from weft.planner.calibration import Calibration
-from weft.planner.make_plan import start_plan
+from weft.planner.estimator import make_estimator
+from weft.planner.make_plan import PlanStart, start_plan
 from weft.planner.model.cluster_facts import UNKNOWN_TFLOPS
-from weft.planner.search.branch_and_bound import SearchResult
-from weft.planner.search.search import PlanStart, search
+from weft.planner.search.branch_and_bound import LayoutSearch, SearchResult
+from weft.planner.search.choose import plan_space
 
 BALANCE_ROUNDS = 6
 """Iterations in which the shares are updated from the measured speeds."""
@@ -81,7 +82,7 @@ def _alone(job: Job, **changed: Any) -> Job:
     return job.model_copy(update={"cluster": cluster, "parallel": "auto"})
 
 
-def mixed(start: PlanStart, calibration: Calibration | None) -> list[Mixed]:
+def mixed(start: PlanStart, calibration: Calibration) -> list[Mixed]:
     """Ways to use all kinds at once, the fastest first; empty if none fits."""
     each = kinds(start)
     times = [_time(_best(s, s.job.train.global_batch, calibration)) for s in each]
@@ -95,19 +96,18 @@ def _time(found: SearchResult | None) -> float:
     return float(found.times[0]) if found is not None and len(found) else float("inf")
 
 
-def _best(
-    start: PlanStart, batch: int, calibration: Calibration | None, blocks: int | None = None
-) -> SearchResult | None:
+def _best(start: PlanStart, batch: int, calibration: Calibration, blocks: int | None = None) -> SearchResult | None:
     if batch < 1:
         return None
     train = start.job.train.model_copy(update={"global_batch": batch})
     model = start.job.model.model_copy(update={"layers": blocks}) if blocks else start.job.model
     job = start.job.model_copy(update={"train": train, "model": model})
-    result = search(replace(start, job=job), calibration)
-    return result if result.size else None
+    estimator = make_estimator(job, start.plan, start.world, start.device, start.memory_gib, calibration)
+    search = LayoutSearch(plan_space(job, start.plan, start.world), estimator)
+    return search.find() if search.size else None
 
 
-def _shares(each: list[PlanStart], calibration: Calibration | None, alone: float) -> Mixed | None:
+def _shares(each: list[PlanStart], calibration: Calibration, alone: float) -> Mixed | None:
     """Shares of the batch in proportion to the speed of each kind, iterated."""
     batch = each[0].job.train.global_batch
     unit = [s.world for s in each]  # its ranks divide the share evenly
@@ -154,7 +154,7 @@ def _part(start: PlanStart, found: SearchResult, sequences: int, blocks: int) ->
     return Part(start.device.name, start.world, layout, sequences, blocks, float(found.times[0]), float(found.peaks[0]))
 
 
-def _stages(each: list[PlanStart], calibration: Calibration | None, alone: list[float]) -> Mixed | None:
+def _stages(each: list[PlanStart], calibration: Calibration, alone: list[float]) -> Mixed | None:
     """Blocks in proportion to speed: one pipeline over both kinds, each in the best layout for its blocks. `alone` are
     the step times of each kind with all blocks."""
     layers, batch = int(each[0].job.model.layers or 0), each[0].job.train.global_batch

@@ -12,10 +12,13 @@ from weft.job.errors import JobError
 from weft.job.schema import Job
 from weft.planner.advice.goodput import goodput
 from weft.planner.calibration import Calibration
+from weft.planner.estimator import make_estimator
 from weft.planner.job_estimate import POWER_OVERHEAD, POWER_SHARE
-from weft.planner.make_plan import start_plan
+from weft.planner.make_plan import PlanStart, start_plan
 from weft.planner.model.counts import count_parameters
-from weft.planner.search.search import PlanStart, search
+from weft.planner.own_calibration import own_calibration
+from weft.planner.search.branch_and_bound import LayoutSearch
+from weft.planner.search.choose import plan_space
 
 SPOT_PREEMPTIONS_PER_DAY = 0.2
 """Preemptions of a spot node per day, if the job does not set cluster.failures.preemptions_per_day."""
@@ -47,12 +50,12 @@ class Offer:
         }  # fmt: skip
 
 
-def compare_offers(start: PlanStart, names: list[str], calibration: Calibration | None) -> list[Offer]:
+def compare_offers(start: PlanStart, names: list[str], calibration: Calibration) -> list[Offer]:
     """Plan the job on each offer, written NAME, NAME:spot, NAME:DEVICE or NAME:DEVICE:spot."""
     return [_plan_offer(start, name, calibration) for name in names]
 
 
-def _plan_offer(start: PlanStart, text: str, calibration: Calibration | None) -> Offer:
+def _plan_offer(start: PlanStart, text: str, calibration: Calibration) -> Offer:
     name, *rest = text.split(":")
     spot = "spot" in rest
     asked = next((word for word in rest if word != "spot"), None)
@@ -67,11 +70,14 @@ def _plan_offer(start: PlanStart, text: str, calibration: Calibration | None) ->
         changed |= {"memory_gib": None, "network": "auto"}
     job = start.job.model_copy(update={"cluster": start.job.cluster.model_copy(update=changed)})
     tried = start_plan(job)
-    found = search(tried, calibration if tried.device == start.device else None)
+    if tried.device != start.device:
+        calibration = own_calibration(job, tried.device)
+    estimator = make_estimator(tried.job, tried.plan, tried.world, tried.device, tried.memory_gib, calibration)
+    found = LayoutSearch(plan_space(tried.job, tried.plan, tried.world), estimator).find()
     shown = Offer(text, device.name, price, spot, "", False, note=note)
     if len(found) == 0:
         return replace(
-            shown, note=f"needs {found.smallest_gib:.1f} of {found.estimator.limit_gib:.1f} GiB", layout="none fits"
+            shown, note=f"needs {found.smallest_gib:.1f} of {estimator.limit_gib:.1f} GiB", layout="none fits"
         )
     seconds = float(found.times[0])
     counts = count_parameters(job.model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from weft.planner.search.branch_and_bound import SearchResult
+from weft.planner.search.branch_and_bound import LayoutSearch, SearchResult
 from weft.planner.search.candidates import Layouts
 
 SETTINGS = (
@@ -32,10 +32,10 @@ class Gain:
         }  # fmt: skip
 
 
-def gains_of_other_settings(found: SearchResult) -> list[Gain]:
+def gains_of_other_settings(search: LayoutSearch, found: SearchResult) -> list[Gain]:
     """Search again with the best layout's degrees and each setting in turn; the largest gain first."""
     one: Layouts = found.layouts.take([0])
-    search, device = found.search, found.estimator.cluster.device
+    device = found.estimator.cluster.device
     gains = []
     for name, key, value in SETTINGS:
         if name == "precision" and (device is None or not device.peak_tflops.get(value)):
@@ -47,7 +47,7 @@ def gains_of_other_settings(found: SearchResult) -> list[Gain]:
         if name == "compression" and int(one.ep[0]) > 1:  # refused (planner/rules/communication_rules.py)
             continue
         same: dict[str, Any] = {axis: (int(getattr(one, axis)[0]),) for axis in ("pp", "tp", "cp", "ep")}
-        other = search.within(search.space.restricted(**same, **{name: (value,)})).find()
+        other = LayoutSearch(search.space.restricted(**same, **{name: (value,)}), found.estimator).find()
         if len(other) and other.times[0] < (1 - MIN_GAIN) * found.times[0]:
             seconds = float(other.times[0])
             gains.append(Gain(f"{key}={value}", seconds, float(other.peaks[0]), float(found.times[0]) / seconds - 1))

@@ -22,9 +22,9 @@ TIME_WORDS = {
 """Names of the parts of a step's time."""
 
 
-def reasons(found: SearchResult, pinned: bool = False) -> list[str]:
+def reasons(search: LayoutSearch, found: SearchResult, pinned: bool = False) -> list[str]:
     """A sentence for each choice that is not the simplest one."""
-    search, one = found.search, found.layouts.take([0])
+    one = found.layouts.take([0])
     best, limit = float(found.times[0]), found.estimator.limit_gib
     sentences = (
         [] if pinned else [*_axes(search, one, best, limit), *_data(search, one, best, limit, float(found.peaks[0]))]

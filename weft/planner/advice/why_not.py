@@ -114,14 +114,14 @@ def _schedules(named: dict[str, Any]) -> tuple[tuple[str, tuple[int, ...]], ...]
 
 def _open(made: Survey, named: dict[str, Any]) -> LayoutSearch:
     """The search to use: the survey's, or one over all layouts if that excludes the named one."""
-    job, plan, space = made.job, made.start.plan, made.found.search.space
+    job, plan, space = made.job, made.start.plan, made.search.space
     everything = job_space(job, made.start.world, plan.precision)
     if (cp := named.get("cp", 1)) not in everything.cp and everything.heads:
         everything = everything.restricted(cp=(cp,))
     left_out = [axis for axis in ("pp", "tp", "cp", "ep") if named.get(axis, 1) not in getattr(space, axis)]
     if job.parallel == "auto" and not left_out and space.dp is None:
-        return made.found.search
-    return made.found.search.within(everything)
+        return made.search
+    return LayoutSearch(everything, made.search.estimator)
 
 
 def _broken(made: Survey, named: dict[str, Any]) -> str | None:

@@ -1,4 +1,4 @@
-"""Live bytes of named tensors outside the blocks, for many layouts at once.
+"""Live bytes of named tensors through the passes of a block, for many layouts at once.
 
 Sizes are arrays with one entry per layout; flags are the same for all layouts of one trace.
 """
@@ -6,11 +6,12 @@ Sizes are arrays with one entry per layout; flags are the same for all layouts o
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from weft.job.schema import Model
-from weft.planner.engine_constants import ACTIVATION_SCALE_BLOCK, ALIGNED_BYTES, LOGITS_BYTES
+from weft.planner.engine_constants import ACTIVATION_SCALE_BLOCK, CODED_ELEMENTS, SMALL_ACTIVATIONS
 from weft.planner.model.model_facts import Size
 
 FP32_BYTES = 4
@@ -25,6 +26,10 @@ class LiveBytes:
     peak: Size = 0.0
     frozen: bool = False
     """Whether the weights are frozen, and have no gradients."""
+    at_expert_gradients: Size = 0.0
+    """Live bytes when the experts' gradients are complete."""
+    retained: frozenset[str] = frozenset()
+    """Tensors that are never freed."""
 
     def take(self, **sizes: Size) -> None:
         """Allocate tensors."""
@@ -36,11 +41,60 @@ class LiveBytes:
     def drop(self, *names: str) -> None:
         """Free tensors; names that are not held are ignored."""
         for name in names:
-            self.live = self.live - self.held.pop(name, 0.0)
+            if name not in self.retained:
+                self.live = self.live - self.held.pop(name, 0.0)
 
     def flash(self, size: Size) -> None:
         """Allocate and free bytes."""
         self.peak = np.maximum(self.peak, self.live + size)
+
+    def weight_gradient(self, size: Size, retained: bool) -> None:
+        """The gradient of a weight: consumed at once, or kept until its unit is done."""
+        if self.frozen:
+            return
+        if retained:
+            self.take(weights=size)
+        else:
+            self.flash(size)
+
+    def encode(self, x: Size, c: int, copies: int, most: Size) -> tuple[Size, Size]:
+        """Store what is held in fp8, except for small tensors. `x` are the bytes of a block's input, `c` those of an
+        element. Returns the bytes that encoding one takes, with so many `copies` of it and what else the forward pass
+        still has (`most` in all), and those of the largest that is stored."""
+        working: Size = 0.0
+        largest: Size = 0.0
+        for name, size in self.held.items():
+            width = FP32_BYTES if name in FP32_TENSORS else c
+            elements = size / width
+            coded = (elements >= x / c / SMALL_ACTIVATIONS) & (name not in EXACT_TENSORS)
+            self.held[name] = np.where(coded, elements * CODED_BYTES, size)
+            there = np.minimum(most, (2 if name == "soft" else copies) * size + 4 * x)
+            working = np.maximum(working, (there + encoding(elements, width)) * coded)
+            largest = np.maximum(largest, size * coded)
+        self.live = sum(self.held.values())
+        return working, largest
+
+
+FP32_TENSORS = frozenset({
+    "n_f", "n_y", "n2_f", "n2_y", "nc_f", "nc_y", "qn_f", "qn_y", "kn_f", "kn_y", "wide", "scores", "logits", "soft",
+    "operands",
+})  # fmt: skip
+"""Names of tensors in fp32 in any precision."""
+EXACT_TENSORS = frozenset({"lse", "choice", "order", "trip", "matrix", "lent"})
+"""Names of what is not an activation: statistics, indices and weights."""
+
+
+class LearnedScores(NamedTuple):
+    """Bytes of attention whose scores have a learned part: without a fused kernel, of the softmax in fp32."""
+
+    kept: Size = 0.0
+    operands: Size = 0.0
+    """Kept besides: of queries, keys and values in fp32 for every head, instead of those in the compute dtype."""
+    forward: Size = 0.0
+    backward: Size = 0.0
+
+
+NONE_LEARNED = LearnedScores()
 
 
 @dataclass(frozen=True)
@@ -63,18 +117,37 @@ class Sizes:
     tp: bool
     """Whether tp is above 1."""
     sequence: bool
+    retain: bool
+    """Whether gradients of a unit's weights are kept until all of them are there."""
     fused: bool
     """One kernel for a norm (GPUs); on a CPU an RMS norm consists of several operators in fp32."""
     coded: bool = False
     """Whether saved activations are stored in fp8."""
+    exchanged: Size = 0.0
+    """1 where cp is above 1: keys and values, or all heads, are exchanged in attention."""
+    one_chunk: Size = 0.0
+    """1 where each rank of a ring holds one chunk of the sequence, not a half from either end: all at once."""
     tile: Size = 0.0
     """Bytes of scores that attention has at once where no fused kernel computes it."""
     tiled: Size = 0.0
     """1 where there are more scores than that: those of the tile before are still held."""
+    learned: LearnedScores = NONE_LEARNED
+    cross: bool = False
+    """Whether the block also attends to the output of an encoder."""
+    gathered: Size = 1.0
+    """Keys and values that attention keeps, relative to those of the rank's own tokens: with learned scores over cp,
+    those of all groups of the ring."""
 
 
 CODED_BYTES = 1 + FP32_BYTES / ACTIVATION_SCALE_BLOCK
 """Bytes of an element in fp8, with its share of a scale."""
+
+
+def encoding(elements: Size, c: int) -> Size:
+    """Bytes of temporary tensors while a tensor of elements of `c` bytes is encoded: a padded copy and, part by part,
+    values in fp32, the same divided by their scales, and codes."""
+    values = FP32_BYTES * (2 if c < FP32_BYTES else 1) + 1
+    return c * elements + values * np.minimum(elements, CODED_ELEMENTS)
 
 
 @dataclass(frozen=True)
@@ -177,6 +250,27 @@ def enter(t: LiveBytes, z: Sizes, name: str) -> None:
         t.take(**{name: whole})
 
 
+def leave(t: LiveBytes, z: Sizes, name: str) -> None:
+    """Leave a tensor-parallel region: its output is summed over tp."""
+    whole = z.tokens * z.dim * z.c
+    if not z.tp:
+        t.take(**{name: whole})
+    elif z.sequence:
+        t.flash(2 * whole + z.rows * z.dim * z.c)
+        t.take(**{name: z.rows * z.dim * z.c})
+    else:
+        t.flash(2 * whole)
+        t.take(**{name: whole})
+
+
+def into_region_backward(t: LiveBytes, z: Sizes, grad: str) -> None:
+    """The gradient of a region's output; under sequence parallelism it is gathered."""
+    if z.tp and z.sequence:
+        whole = z.tokens * z.dim * z.c
+        t.flash(2 * whole)
+        t.take(**{grad: whole})
+
+
 def out_of_region_backward(t: LiveBytes, z: Sizes, grad: str) -> None:
     whole, shard = z.tokens * z.dim * z.c, z.rows * z.dim * z.c
     if z.tp:
@@ -184,40 +278,3 @@ def out_of_region_backward(t: LiveBytes, z: Sizes, grad: str) -> None:
     if z.tp and z.sequence:
         t.drop(grad)
         t.take(**{grad: shard})
-
-
-def head_bytes(m: Model, z: Sizes, vocab: Size, targets: Size, device: str) -> tuple[PassBytes, Size]:
-    """The last norm and the loss in chunks of logits; also the bytes of the head's gradient, made in forward. On a GPU
-    one kernel turns a whole vocabulary's logits into their gradient; otherwise both have copies in fp32."""
-    tape = LiveBytes(frozen=m.lora is not None)
-    x = z.rows * z.dim * z.c
-    tape.take(x=x)
-    if m.hides_tokens and not m.classes:
-        tape.take(transformed=2 * x)
-    norm(tape, m, z, "n", z.rows, z.dim)
-    if not keeps_input(m, z):
-        tape.drop("x")
-    enter(tape, z, "n")
-    chunk = LOGITS_BYTES[device] // (FP32_BYTES if device == "cpu" else z.c)
-    chunks = np.maximum(1.0, np.ceil(targets / np.maximum(1.0, chunk // np.maximum(1.0, vocab))))
-    rows = np.ceil(targets / chunks)
-    one, weight = rows * vocab, vocab * z.dim * (m.lora is None)
-    alone = chunks == 1  # the product is the gradient, and no fp32 sum is made
-    tape.take(dx=targets * z.dim * z.c, dw=np.where(alone, 0.0, weight * FP32_BYTES))
-    mixed = z.c < FP32_BYTES
-    in_place = device == "cuda" and not z.tp
-    padded = vocab * z.dim * z.c * (vocab * z.c % ALIGNED_BYTES > 0) * (device == "cuda")
-    tape.flash(padded + one * (z.c if in_place else 2 * FP32_BYTES + (2 * z.c if mixed else 0)))
-    tape.flash(np.where(alone | mixed, one * z.c + weight * z.c, 0.0))
-    tape.drop("dw")
-    tape.take(dw=weight * z.c)
-    tape.drop("n", "n0")
-    kept, forward = tape.live - x, tape.peak - x
-    start = tape.peak = tape.live
-    tape.drop("dw")  # from here on it counts as a gradient
-    if m.labels_samples:
-        tape.drop("dx")
-        tape.take(dx=z.tokens * z.dim * z.c)
-    out_of_region_backward(tape, z, "dx")
-    norm_backward(tape, m, z, "n", "dx", z.rows, z.dim)
-    return PassBytes(kept, forward, tape.peak - start), weight * z.c

@@ -8,15 +8,24 @@ from typing import Any
 import numpy as np
 
 from weft.job.schema import Job, Model
-from weft.planner.engine_constants import ALIGNED_BYTES, FP8_ALIGNMENT, FP8_LOGITS_CHUNKS, LOGITS_BYTES, MAX_SCORES
-from weft.planner.memory.block_tables import BlockBytes, block_bytes
+from weft.planner.engine_constants import ALIGNED_BYTES, FP8_ALIGNMENT, FP8_LOGITS_CHUNKS, LOGITS_BYTES
+from weft.planner.memory.block_trace import (
+    BlockBytes,
+    attention_bytes,
+    block_bytes,
+    coded_pass,
+    selective_kept,
+    with_split_pass,
+)
+from weft.planner.memory.expert_trace import Mixture
+from weft.planner.memory.head_trace import head_bytes
 from weft.planner.memory.live_bytes import (
     CODED_BYTES,
     FP32_BYTES,
     PASS_ROWS,
+    LearnedScores,
     PassBytes,
     Sizes,
-    head_bytes,
     norm_bytes,
     norm_gradient,
 )
@@ -80,6 +89,8 @@ class Passes:
 
 SINGLE_ROWS = ("head_grad", "hidden", "per_microbatch", "between", "between_back", "distances", "masks")
 """Fields of Passes that are one number for each layout."""
+MAX_SCORES = 1 << 24
+"""Scores that attention on a CPU holds at once (models/attention.py)."""
 PASS_FLAGS = ("fp32", "tp", "sequence", "retain", "ep", "sharded", "compiled", "long")
 """Flags that the passes of units depend on."""
 
@@ -130,13 +141,16 @@ def _sample_bytes(job: Job) -> float:
 
 
 def _tile(memory: PassTables, layouts: Layouts, long: bool) -> tuple[Size, Size]:
-    """Bytes of scores at once on a CPU in attention in chunks; and 1 where they are not all."""
+    """Bytes of scores at once on a CPU, in attention that needs the log-sum-exp: with sinks, over cp or in chunks; and
+    1 where they are not all."""
     m, seq, plan = memory.job.model, memory.job.data.seq_len, memory.plan
     cut = layouts.cp * (2 if plan.zigzag else 1) * (layouts.cp > 1)
     keys = seq / np.maximum(cut, 1) if plan.cp_style != "ulysses" else seq + 0.0 * cut
     scores = layouts.microbatch * (m.heads or 0) / layouts.tp * keys * keys
     scores = scores / (layouts.cp if plan.cp_style == "ulysses" else 1)
-    used = 1.0 * (long and memory.device == "cpu")
+    tiled = ((layouts.cp > 1) & (not m.has_source)) | long
+    sinks = bool(m.sinks) and not memory.job.data.separates_documents
+    used = (memory.device == "cpu") & (sinks | tiled)
     return used * FP32_BYTES * np.minimum(scores, MAX_SCORES), (scores > MAX_SCORES) * 1.0
 
 
@@ -146,11 +160,27 @@ def _sizes(memory: PassTables, layouts: Layouts, flags: dict[str, Any]) -> Sizes
     tokens = layouts.microbatch * job.data.seq_len / layouts.cp
     head_dim, kv = m.head_dim or 0, m.kv_heads or 0
     tile, tiled = _tile(memory, layouts, flags["long"])
+    whole = memory.device == "cpu" and plan.cp_style == "ulysses"  # heads are exchanged before the scores are made
     return Sizes(
         rows=tokens / tp if flags["sequence"] else tokens, tokens=tokens, dim=m.dim or 0,
         heads=(m.heads or 0) * head_dim / tp, kv=np.maximum(kv / tp, min(1, kv)) * head_dim, scores=(m.heads or 0) / tp,
         ffn=(m.ffn or 0) / tp, c=FP32_BYTES if flags["fp32"] else 2, tp=flags["tp"], sequence=flags["sequence"],
-        fused=plan.device == "cuda", coded=plan.activations == "fp8", tile=tile, tiled=tiled,
+        retain=flags["retain"], fused=plan.device == "cuda", coded=plan.activations == "fp8",
+        exchanged=(layouts.cp > 1) * (0.0 if whole else 1.0), one_chunk=0.0 if plan.zigzag else 1.0,
+        tile=tile, tiled=tiled,
+        gathered=layouts.cp / plan.cp_group if m.has_source else 1.0,
+    )  # fmt: skip
+
+
+def _mixture(job: Job, layouts: Layouts, flags: dict[str, Any], guests: int) -> Mixture | None:
+    e = job.model.experts
+    if e is None:
+        return None
+    tokens = layouts.microbatch * np.ceil(job.data.seq_len / (layouts.cp * layouts.tp))
+    return Mixture(
+        experts=e, tokens=tokens, ffn=e.ffn or 0, own=e.count / layouts.ep, ep=flags["ep"],
+        cut=flags["tp"] and not flags["sequence"], shared=e.shared_width / layouts.tp,
+        apart=flags["sharded"] and flags["ep"], guests=guests,
     )  # fmt: skip
 
 
@@ -158,30 +188,25 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
     job, plan = memory.job, memory.plan
     m, seq = job.model, job.data.seq_len
     z = _sizes(memory, layouts, flags)
-    first, second = ("encoder", "decoder") if m.has_source else ("dense", "routed")
-
-    def traced(kind: str) -> BlockBytes:
-        return block_bytes(job, plan, layouts, flags, kind, memory.device)
-
+    z = replace(z, learned=_learned(memory, layouts, z))
+    mix = _mixture(job, layouts, flags, plan.ep_copies)
     if flags["long"]:
         dense = _chunked_block(z)
-    elif flags["compiled"] and m.experts is None:
-        dense = _compiled_block(job, z, traced(first))
+    elif flags["compiled"] and mix is None:
+        dense = _compiled_block(job, z)
     else:
-        dense = traced(first)
-    routed = traced(second) if m.first_blocks is not None else None
-    if routed is not None and plan.ep_copies and flags["ep"]:
-        matrices = (3 if m.gated else 2) * z.dim * (m.experts.ffn or 0 if m.experts else 0)
-        routed = _with_guests(routed, plan.ep_copies * matrices * z.c)
+        dense = block_bytes(m, z)
+    routed = block_bytes(m, z, mix) if mix is not None else None
     hidden = z.rows * z.dim * z.c
     table = 0.0 * z.tokens
     between = PassBytes(table, table, table)
     if m.has_source:
         table = z.scores * float(seq) * seq * z.c / layouts.cp
+        routed = block_bytes(m, replace(z, cross=True))
         hidden = 2 * hidden
         between = norm_bytes(m, z)
-        if flags["compiled"] and not flags["fp32"]:  # the kernel keeps the scores of each sample
-            dense = _masked(dense, layouts.microbatch * table)
+        if plan.device == "cuda" and not flags["fp32"]:  # kernels keep the table of each sample
+            dense, routed = _masked(dense, layouts.microbatch * table), _masked(routed, layouts.microbatch * table)
     rotary = float(FP32_BYTES * seq * (m.head_dim or 0)) * (layouts.microbatch if job.data.separates_documents else 1)
     per_microbatch = (rotary if m.positions == "rope" else 8.0 * seq) + 0.0 * z.tokens
     masked = job.data.separates_documents and not _has_segments(memory, z)
@@ -197,7 +222,7 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
     vocab = np.ceil(m.outputs / layouts.tp)
     targets = layouts.microbatch * 1.0 if m.labels_samples else z.tokens
     end, head_grad = head_bytes(m, z, vocab, targets, memory.device)
-    if flags["compiled"] and m.experts is None:
+    if flags["compiled"] and mix is None:
         end = _compiled_head(job, z, vocab)
     if z.coded:  # the head keeps the last block's output as it is
         end = replace(end, kept=end.kept + z.rows * z.dim * (z.c - CODED_BYTES))
@@ -205,6 +230,10 @@ def _transformer_passes(memory: PassTables, layouts: Layouts, flags: dict[str, A
     if m.has_source:
         # source and target have a gradient of the table each, which are added
         begin = PassBytes(2 * begin.kept, 2 * begin.forward, 3 * begin.backward)
+    traced = not (flags["long"] or flags["compiled"])
+    dense = with_split_pass(dense, m, z, None, traced and routed is None)
+    if routed is not None:
+        routed = with_split_pass(routed, m, replace(z, cross=m.has_source), mix, traced)
     end = replace(end, later=norm_gradient(m, z, z.rows * z.dim))
     return Passes(
         dense, routed, begin, end, head_grad, hidden, per_microbatch, between.kept, between.backward, table, masks
@@ -216,15 +245,23 @@ def _has_segments(memory: PassTables, z: Sizes) -> bool:
     return memory.device == "cuda" and z.c < FP32_BYTES and not memory.job.model.has_source
 
 
-def _with_guests(block: BlockBytes, weights: Size) -> BlockBytes:
-    """The same where a rank also computes experts of others (parallel.ep_rebalance): their weights, and in the backward
-    pass their gradients, which are copied to be sent."""
-
-    def more(p: PassBytes, kept: int) -> PassBytes:
-        back = p.backward + (3 - kept) * weights
-        return replace(p, kept=p.kept + kept * weights, forward=p.forward + weights, backward=back)
-
-    return BlockBytes(more(block.none, 1), more(block.selective, 1), more(block.full, 0))
+def _learned(memory: PassTables, layouts: Layouts, z: Sizes) -> LearnedScores:
+    """Of t5's distances, and of sinks where documents are a mask, which then has a gradient. A GPU's
+    kernel reads the mask; a CPU has the scores of all samples in fp32."""
+    m, seq = memory.job.model, float(memory.job.data.seq_len)
+    sinks = m.sinks and memory.job.data.separates_documents and not _has_segments(memory, z)
+    if not m.has_source and not sinks:
+        return LearnedScores()
+    whole = (layouts.cp == 1) | m.has_source
+    table = whole * z.scores * seq * seq * z.c / layouts.cp
+    scores = whole * layouts.microbatch * z.scores * seq * seq * FP32_BYTES / layouts.cp
+    if memory.device == "cuda":
+        more = (z.gathered - 1) * z.tokens * 2 * z.kv * z.c
+        return LearnedScores(table, more, table, scores * z.c / FP32_BYTES)
+    operands = whole * (1 + 2 * z.gathered) * z.tokens * z.heads * FP32_BYTES
+    own = whole * z.tokens * (z.heads + 2 * z.kv) * z.c
+    back = np.maximum(2 * scores, scores + 2 * table * (layouts.microbatch > 1))
+    return LearnedScores(scores, operands - own, 2 * scores + table + operands - own, back)
 
 
 def _masked(block: BlockBytes, mask: Size) -> BlockBytes:
@@ -250,25 +287,16 @@ def _embedding(m: Model, z: Sizes, layouts: Layouts) -> PassBytes:
 
 
 def _chunked_block(z: Sizes) -> BlockBytes:
-    """A block in chunks of tokens: it keeps its input and attention's output. The backward pass has both ends of the
-    block, a norm's output and attention's tensors, each with its gradient, and on a CPU tiles of scores."""
+    """A block in chunks of tokens: it keeps its input and attention's output. The backward pass holds both ends of the
+    block, a norm's output and attention's tensors, each with its gradient."""
     kept = (z.rows * z.dim + z.tokens * z.heads) * z.c
     working = z.tokens * z.c * (4 * z.heads + 4 * z.kv) + 5 * z.rows * z.dim * z.c
-    copies = (z.tile > 0) * (z.c < FP32_BYTES) * FP32_BYTES * z.tokens
-    forward = working + (2 + z.tiled) * z.tile + copies * (z.heads + 2 * z.kv)
-    backward = working + (2 + 2 * z.tiled) * z.tile + copies * (3 * z.heads + 4 * z.kv)
-    one = PassBytes(kept, forward, backward)
+    one = PassBytes(kept, working + attention_bytes(z, 1, 2, 0.0), working + attention_bytes(z, 3, 4, 0.0))
     one = coded_pass(one, z, kept) if z.coded else one
     return BlockBytes(one, one, one)
 
 
-def coded_pass(p: PassBytes, z: Sizes, whole: Size) -> PassBytes:
-    """A pass that stores what it keeps in fp8, from bytes in the compute dtype, and decodes all of it at once."""
-    kept = p.kept * CODED_BYTES / z.c
-    return replace(p, kept=kept, forward=p.forward + kept, backward=p.backward + whole)
-
-
-def _compiled_block(job: Job, z: Sizes, eager: BlockBytes) -> BlockBytes:
+def _compiled_block(job: Job, z: Sizes) -> BlockBytes:
     """A compiled block keeps the inputs of its products and of attention, and recomputes the rest in fused kernels.
 
     The counts were read from an H200 (bench/gpu_memory.py). In fp8, norms and activations are recomputed where they
@@ -284,7 +312,7 @@ def _compiled_block(job: Job, z: Sizes, eager: BlockBytes) -> BlockBytes:
     rows = 2 if m.qk_norm == "all" else (z.heads + z.kv) / (m.head_dim or 1)
     whole += bool(m.qk_norm) * z.tokens * ((z.heads + z.kv) * z.c + rows * FP32_BYTES)
     back = 2 * z.ffn * z.tokens * z.c + 2 * x
-    some = eager.selective.kept - x * (m.norm_at in (None, "input"))  # only norms read the last output again
+    some = selective_kept(m, z, None) - x * (m.norm_at in (None, "input"))  # only norms read the last output again
     none, full = PassBytes(whole, whole, back), PassBytes(x, whole, back + whole - x)
     if z.coded:  # the compiled passes write and read all of it as it is
         none, full = coded_pass(none, z, whole), coded_pass(full, z, x)

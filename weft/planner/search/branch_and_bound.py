@@ -40,9 +40,8 @@ BOUND_SLACK = 0.98
 class SearchResult:
     """Layouts that fit, the best first."""
 
-    search: LayoutSearch
-    """The search that found them, to search again under other conditions."""
     space: Space
+    estimator: Estimator
     layouts: Layouts
     times: NDArray[np.float64]
     peaks: NDArray[np.float64]
@@ -57,11 +56,6 @@ class SearchResult:
 
     def __len__(self) -> int:
         return len(self.layouts)
-
-    @property
-    def estimator(self) -> Estimator:
-        """The estimator of the search."""
-        return self.search.estimator
 
     @property
     def smallest(self) -> Layouts:
@@ -85,6 +79,14 @@ class SearchResult:
         return np.sort(first)[:number]
 
 
+def find_layouts(space: Space, estimator: Estimator, top: int = 1, front: bool = False) -> SearchResult:
+    """The best of each of the `top` best sets of degrees; with `front`, also all that none beats in time and memory.
+
+    A front reaches to layouts that take twice the best time.
+    """
+    return LayoutSearch(space, estimator).find(top, front)
+
+
 class LayoutSearch:
     """The coarse rows of a space with their bounds, computed once and searched under any conditions."""
 
@@ -99,19 +101,11 @@ class LayoutSearch:
             (np.zeros(number), np.zeros(number)) if few else _row_bounds(space, estimator, self.rows)
         )
 
-    def within(self, space: Space) -> LayoutSearch:
-        """A search of another space of the same job."""
-        return LayoutSearch(space, self.estimator)
-
     def find(
         self, top: int = 1, front: bool = False, fine: Space | None = None, beside: float | None = None, **only: Any
     ) -> SearchResult:
-        """The best of each of the `top` best sets of degrees; with `front`, also all that none beats in time and
-        memory, up to twice the best time.
-
-        Search the rows whose settings are among `only` (such as tp=(1,)); `fine` narrows schedules and the like,
-        `beside` is the best time of the search whose order is used.
-        """
+        """Search the rows whose settings are among `only` (such as tp=(1,)); `fine` narrows schedules and the like,
+        `beside` is the best time of the search whose order is used."""
         space, estimator, rows, times, peaks = fine or self.space, self.estimator, self.rows, self.times, self.peaks
         if only:
             mask = np.logical_and.reduce([np.isin(rows[name], values) for name, values in only.items()])
@@ -129,7 +123,7 @@ class LayoutSearch:
             if len(batch):
                 estimated += _open_rows(space, estimator, {key: array[batch] for key, array in rows.items()}, kept)
         found = kept.result(layouts_of(space, _none(rows)), beside)
-        return SearchResult(self, space, *found, size, estimated, rows, peaks)
+        return SearchResult(space, estimator, *found, size, estimated, rows, peaks)
 
 
 def _none(rows: Columns) -> Columns:

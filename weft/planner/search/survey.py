@@ -14,13 +14,15 @@ from weft.planner.advice.goodput import Goodput, goodput
 from weft.planner.advice.other_settings import Gain, gains_of_other_settings
 from weft.planner.advice.why import compare, reasons
 from weft.planner.calibration import Calibration
+from weft.planner.estimator import make_estimator
 from weft.planner.job_estimate import POWER_OVERHEAD, POWER_SHARE, estimate_job
-from weft.planner.make_plan import best_plan, complete_or_advise, complete_plan
+from weft.planner.make_plan import PlanStart, best_plan, complete_or_advise, complete_plan
+from weft.planner.own_calibration import own_calibration
 from weft.planner.plan import Plan
 from weft.planner.rules.known_rules import RUNNABLE
-from weft.planner.search.branch_and_bound import SearchResult
+from weft.planner.search.branch_and_bound import LayoutSearch, SearchResult
 from weft.planner.search.candidates import Layouts
-from weft.planner.search.search import PlanStart, keep_pinned, search
+from weft.planner.search.choose import find_open, keep_pinned, plan_space
 from weft.planner.time.step import Estimates
 
 NODE_FRACTIONS = (1, 2, 4, 8)
@@ -67,6 +69,7 @@ class Survey:
     job: Job
     plan: Plan
     start: PlanStart
+    search: LayoutSearch
     found: SearchResult
     estimate: dict[str, Any]
     """The winner's estimate, as `weft estimate` gives it."""
@@ -99,27 +102,30 @@ def survey(
     """Search a job's layouts; a JobError where no layout divides its batch and ranks. With `beyond`, also search with
     settings that the job does not use."""
     job, plan = start.job, start.plan
-    found = search(start, calibration, top, front)
-    estimator, calibration = found.estimator, found.estimator.calibration
-    if found.size == 0:
+    calibration = calibration or own_calibration(job, start.device)
+    estimator = make_estimator(job, start.plan, start.world, start.device, start.memory_gib, calibration)
+    space = plan_space(job, plan, start.world)
+    search = LayoutSearch(space, estimator)
+    if search.size == 0:
         best_plan(start, calibration)  # says which of the job's settings rules every layout out
         raise JobError(
             f"no layout shares train.global_batch={job.train.global_batch} among {start.world} ranks; "
             f"a multiple of {start.world} would work"
         )
-    why = reasons(found, pinned=job.parallel != "auto") if len(found) else []
+    found = find_open(job, plan, search, top, front)
+    why = reasons(search, found, pinned=job.parallel != "auto") if len(found) else []
     winner = found.layouts if len(found) else found.smallest
     _, chosen = complete_or_advise(start, keep_pinned(job, plan, winner.plan(0, plan)), why, estimator)
     estimate = estimate_job(job, chosen, calibration)
     if len(found) == 0:
-        return Survey(job, chosen, start, found, estimate, _goodput(job, chosen, 1.0))
+        return Survey(job, chosen, start, search, found, estimate, _goodput(job, chosen, 1.0))
     kept = _goodput(job, chosen, estimate["step_time_s"])
     first, *rest = (placed(start, found, int(i)) for i in found.best(top))
     others = [_point(start, found, *each, compare(first[1], each[1])) for each in rest if each and first]
     others.sort(key=lambda point: point.raw_step_time_s)
     refused = tuple(text for rule in RUNNABLE if (text := rule(job, chosen)))
-    gains = tuple(gains_of_other_settings(found)) if beyond else ()
-    made = Survey(job, chosen, start, found, estimate, kept, tuple(others), (), refused, gains)
+    gains = tuple(gains_of_other_settings(search, found)) if beyond else ()
+    made = Survey(job, chosen, start, search, found, estimate, kept, tuple(others), (), refused, gains)
     return replace(made, front=_front(made, calibration)) if front else made
 
 
@@ -150,7 +156,10 @@ def placed(start: PlanStart, found: SearchResult, i: int) -> tuple[Plan, Estimat
         plan = complete_plan(start, keep_pinned(start.job, start.plan, plan), ())[1]
     except (FitError, JobError):
         return None
-    return plan, replace(start, plan=plan).estimator(found.estimator.calibration).estimate(Layouts.one(plan))
+    estimator = make_estimator(
+        start.job, plan, start.world, start.device, start.memory_gib, found.estimator.calibration
+    )
+    return plan, estimator.estimate(Layouts.one(plan))
 
 
 def _point(start: PlanStart, found: SearchResult, plan: Plan, made: Estimates, lacks: str = "") -> Point:
@@ -180,7 +189,9 @@ def _front(made: Survey, calibration: Calibration) -> tuple[Point, ...]:
         if times == 1:
             found = made.found
         else:
-            found = search(start, calibration)
+            estimator = make_estimator(start.job, start.plan, start.world, start.device, start.memory_gib, calibration)
+            search = LayoutSearch(plan_space(start.job, start.plan, start.world), estimator)
+            found = find_open(start.job, start.plan, search)
         if len(found):
             made_here = (placed(start, found, i) for i in _front_indices(found))
             points += [_point(start, found, *each) for each in made_here if each]

@@ -1,5 +1,4 @@
-"""Effect of compression on an estimate: bytes sent, also by messages of comm.allreduce, bytes moved to encode, and
-residual memory."""
+"""Effect of compression on an estimate: bytes sent, bytes moved to encode, and residual memory."""
 
 from __future__ import annotations
 
@@ -16,6 +15,7 @@ from weft.planner.model.model_facts import ModelFacts, Size
 from weft.planner.model.parameters import ParamShard, Weight
 from weft.planner.plan import Plan
 from weft.planner.search.candidates import Layouts
+from weft.planner.time.allreduce_messages import by_messages, ranks_on_node, sent_of
 from weft.planner.time.compression_warmup import (
     WARMUP_COMPRESSION,
     pays_low_rank,
@@ -23,34 +23,6 @@ from weft.planner.time.compression_warmup import (
     setting_at,
     thin_pays,
 )
-
-
-def by_messages(allreduce: str) -> bool:
-    """Whether replicas sum by messages, not by the backend's all-reduce."""
-    return allreduce not in ("auto", "native")
-
-
-def sent_of(allreduce: str, ranks: int, rank: int, near: int = 1) -> float:
-    """What one of the ranks sends in an all-reduce, and receives, as a multiple of the tensor; `near` of the ranks are
-    on a node (hierarchical)."""
-    if allreduce == "ring":
-        return 2 * (ranks - 1) / ranks
-    if allreduce == "tree":
-        distances = [1 << i for i in range((ranks - 1).bit_length())]
-        children = sum(1 for d in distances if rank % (2 * d) == 0 and rank + d < ranks)
-        return children + (rank > 0)
-    near = max(1, min(near, ranks))
-    core = ranks // near * near
-    if rank >= core:
-        return 1
-    return 2 * (core - 1) / core + (rank + core < ranks)
-
-
-def ranks_on_node(plan: Plan) -> int:
-    """The largest number of replicas, each on every tp-th rank, on one node."""
-    ranks, per_node = range(0, plan.dp_replicate * plan.cp * plan.tp, plan.tp), max(1, plan.world // plan.nodes)
-    return max(sum(1 for r in ranks if r // per_node == node) for node in {r // per_node for r in ranks})
-
 
 DEFAULT_POWERSGD_RANK = 4
 

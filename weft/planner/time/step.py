@@ -16,7 +16,7 @@ from weft.planner.memory.live_bytes import CODED_BYTES
 from weft.planner.model.cluster_facts import ClusterFacts
 from weft.planner.model.model_facts import ModelFacts, Size
 from weft.planner.search.candidates import OFFLOADS, RECOMPUTES, Layouts, distinct
-from weft.planner.time.compute import BlockTime, block_time, exposed
+from weft.planner.time.block import BlockTime, block_time, exposed
 from weft.planner.time.pipeline import step_time
 from weft.planner.time.weight_exchange import WeightExchange, weight_exchange
 

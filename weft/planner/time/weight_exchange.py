@@ -12,7 +12,8 @@ from weft.planner.model.cluster_facts import ClusterFacts
 from weft.planner.model.model_facts import ModelFacts, Size
 from weft.planner.search.candidates import OFFLOADS, PRECISIONS, Layouts
 from weft.planner.time import collectives as links
-from weft.planner.time.compression import by_messages, encoding_bytes, gradient_bytes, weight_bytes
+from weft.planner.time.allreduce_messages import by_messages
+from weft.planner.time.compression import encoding_bytes, gradient_bytes, weight_bytes
 from weft.planner.time.compute import MEMORY_SHARE
 from weft.planner.time.pipeline import stage_layers
 

@@ -1,39 +1,17 @@
-"""`search`: the layouts of a job within the space that its settings leave open. Training, plans, advice and refusals
-all search here."""
+"""The best layout of a job within the space that its settings leave open, with the reasons."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from weft.hardware.catalog import Device
 from weft.job.schema import Job
-from weft.planner.calibration import Calibration
-from weft.planner.estimator import Estimator, make_estimator
+from weft.planner.advice.why import reasons
+from weft.planner.estimator import Estimator
 from weft.planner.plan import Plan
 from weft.planner.rules.arithmetic import divisors
 from weft.planner.schedules.known_schedules import resolve_name
 from weft.planner.search.branch_and_bound import LayoutSearch, SearchResult
 from weft.planner.search.space import Space, job_space
-
-
-@dataclass(frozen=True)
-class PlanStart:
-    """A resolved job before its layout is chosen: its ranks, and a plan with the pinned settings."""
-
-    job: Job
-    device: Device
-    world: int
-    memory_gib: float
-    plan: Plan
-    reasons: tuple[str, ...] = ()
-    spare: bool = False
-    """Whether states stay on the device as far as they fit."""
-    asked: Job | None = None
-    """The job before memory.offload=auto became what it needs."""
-
-    def estimator(self, calibration: Calibration | None = None) -> Estimator:
-        """The estimator of its layouts, by default with Weft's own calibration."""
-        return make_estimator(self.job, self.plan, self.world, self.device, self.memory_gib, calibration)
 
 
 def plan_space(job: Job, plan: Plan, world: int) -> Space:
@@ -67,20 +45,31 @@ def _pinned(space: Space, job: Job, plan: Plan) -> Space:
     )  # fmt: skip
 
 
-def search(start: PlanStart, calibration: Calibration | None = None, top: int = 1, front: bool = False) -> SearchResult:
-    """The layouts that a job leaves open, the best first: the best of each of the `top` best sets of degrees and, with
-    `front`, all that none beats in time and memory. Nothing if none fits; its `size` is 0 if no layout divides the
-    batch and the ranks.
+def search_layout(
+    job: Job, plan: Plan, space: Space, estimator: Estimator
+) -> tuple[Plan, SearchResult, list[str]] | None:
+    """The best layout as a plan, what was found, and why; None where the space is empty."""
+    search = LayoutSearch(space, estimator)
+    if search.size == 0:
+        return None
+    found = find_open(job, plan, search)
+    if len(found) == 0:
+        return keep_pinned(job, plan, found.smallest.plan(0, plan)), found, []
+    return (
+        keep_pinned(job, plan, found.layouts.plan(0, plan)),
+        found,
+        reasons(search, found, pinned=job.parallel != "auto"),
+    )
 
-    CPU ranks take plain replicas wherever they fit: shards save memory that one machine shares anyway.
-    """
-    job, plan = start.job, start.plan
-    layouts = LayoutSearch(plan_space(job, plan, start.world), start.estimator(calibration))
+
+def find_open(job: Job, plan: Plan, search: LayoutSearch, top: int = 1, front: bool = False) -> SearchResult:
+    """The best layouts that the job leaves open. On CPU ranks plain replicas are taken wherever they fit: shards save
+    memory that one machine shares anyway."""
     if plan.device == "cpu" and job.parallel == "auto":
-        replicas = layouts.find(top, front, dp_shard=(1,))
-        if len(replicas):
-            return replicas
-    return layouts.find(top, front)
+        found = search.find(top, front, dp_shard=(1,))
+        if len(found):
+            return found
+    return search.find(top, front)
 
 
 def keep_pinned(job: Job, plan: Plan, chosen: Plan) -> Plan:
