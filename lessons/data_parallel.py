@@ -119,7 +119,7 @@ def lesson(rank: int, store: str) -> None:
 
 def with_weft() -> None:
     """Weft's LARS beside the rule: a weight moves by rate · trust · |w| / |g|, however large its gradient is."""
-    from weft.optim.trust_ratio import Lars
+    from weft.extensions.optimizers.trust_ratio import Lars
 
     w, trust = nn.Parameter(torch.full((2, 2), 3.0)), 0.001
     w.grad = torch.full((2, 2), 50.0)

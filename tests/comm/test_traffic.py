@@ -119,7 +119,7 @@ def test_communication_figures_in_the_report(tmp_path: Path) -> None:
     drawn = {f.id: f for f in figures(records, [], {})}
     assert [t["name"] for t in drawn["traffic"].data] == ["all", "exposed"]
     assert drawn["traffic"].data[0]["x"] == [10, 20, 30]
-    assert drawn["speed"].caption == "8 MiB a step from rank 0, 2 of it to other nodes"
+    assert drawn["speed"].caption == "8 MiB a step from rank 0, 2 MiB of it to other nodes"
     assert "Communication" in write_report(run).read_text(encoding="utf-8")
     assert "traffic" not in {f.id for f in figures([{"step": 1, "loss": 1.0}], [], {})}
 

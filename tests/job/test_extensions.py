@@ -63,9 +63,7 @@ def test_train_runs_them_on_two_ranks(job: Path) -> None:
     losses = [json.loads(line)["loss"] for line in (job / "runs/own/metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < 0.9 * losses[0]
     again = weft(job, "train", "own.yaml", "optim.name=lionn")
-    assert (
-        again.code == 2 and "must be adamw, sgd, adafactor, muon, lars, lamb or lion; did you mean lion?" in again.err
-    )
+    assert again.code == 2 and "must be adamw, sgd, " in again.err and "; did you mean lion?" in again.err
 
 
 def test_only_a_job_file_imports_extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import weft
 from weft.job.files.run_folder import RunDir
 from weft.planner.make_plan import make_plan
+from weft.supervisor.attempt import BEGAN
 from weft.supervisor.rank_inspection import FaultReport
 from weft.supervisor.status_board import PHASES, StatusBoard
 from weft.supervisor.supervisor import Supervisor
@@ -18,6 +19,7 @@ def test_late_report_names_the_resumed_step(tmp_path: Path) -> None:
     run.logs.mkdir(parents=True)
     job, plan = make_plan(weft.load_job("tiny", ["cluster.device=cpu", "cluster.devices_per_node=2"]))
     board = StatusBoard(tmp_path / "board", slots=2)
+    (tmp_path / BEGAN).write_text("0.0")
     supervisor = Supervisor(run, tmp_path, board, job, plan)
     supervisor.first()
     supervisor.committed, supervisor.open = 7, [FaultReport("exit", 1, "killed", 7)]

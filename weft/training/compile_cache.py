@@ -17,12 +17,14 @@ from weft.data.cache_folder import cache_folder
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-def set_compile_cache(fallback: Path) -> None:
-    """Set the folder for this process, before it compiles anything. `fallback` is used where the user's own folder
-    cannot be written, or could be written by others: what is in it is executed."""
+def set_compile_cache(fallback: Path | None) -> None:
+    """Set the folder for this process, before it imports torch. `fallback` is used where the user's own folder cannot
+    be written, or could be written by others: what is in it is executed. Without one, nothing is set there."""
     if VARIABLE not in os.environ:
         folder = compile_cache()
-        os.environ[VARIABLE] = str(folder if _is_private(folder) else fallback.absolute())
+        chosen = folder if _is_private(folder) else fallback
+        if chosen is not None:
+            os.environ[VARIABLE] = str(chosen.absolute())
 
 
 def compile_cache() -> Path:

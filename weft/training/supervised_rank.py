@@ -250,6 +250,7 @@ def main(hook: Hook | None = None) -> int:
         set_process_name("weft-forkserver")
         failure: BaseException | None = None
         try:
+            set_compile_cache(None)  # the run is not known yet
             import_training()
         except (ImportError, MemoryError, OSError) as error:
             failure = error

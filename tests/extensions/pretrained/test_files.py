@@ -82,7 +82,7 @@ def test_cached_hub_name(folder: Path, tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model_type": "mamba"}, "has model_type='mamba'; Weft reads llama, gpt2"),
+        ({"model_type": "mamba"}, "has no tensor backbone.embeddings.weight, which its config asks for"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "has architectures=.*; Weft reads LlamaForCausalLM"),
         ({"hidden_act": "relu"}, "has hidden_act='relu'; Weft needs silu or swish or"),
         ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "has rope_scaling type='ntk'; Weft needs default or"),
