@@ -12,7 +12,7 @@ from helpers.parity import make_job
 from weft.job.errors import Exit
 from weft.job.files.run_folder import RunDir
 from weft.planner import make_plan
-from weft.supervisor.attempt import Attempt
+from weft.supervisor.attempt import BEGAN, Attempt
 from weft.supervisor.hang_cause import FaultReport
 from weft.supervisor.restart_limit import (
     BURST_S,
@@ -103,6 +103,7 @@ def test_kills_of_a_burst_are_one_fault() -> None:
 
 def test_run_that_is_asked_to_stop_ends_if_its_ranks_do_not_connect(tmp_path: Path) -> None:
     run, board = RunDir(tmp_path / "run"), StatusBoard(tmp_path / "board", slots=2)
+    (tmp_path / BEGAN).write_text("0.0")
     supervisor = Supervisor(run, tmp_path, board, *make_plan(make_job(parallel={"dp_shard": 2})))
     supervisor.first()
     board["stop"] = int(Exit.PREEMPTED)
