@@ -13,9 +13,9 @@ from helpers.command import weft as forked_command
 from helpers.published import SIZES, transformers
 from safetensors.torch import load_file
 from torch import Tensor
-from weft.launch.import_run import import_run
 
 from weft.extensions.hub.tiny import tiny_args, tiny_job
+from weft.extensions.pretrained.interchange.import_run import import_run
 from weft.extensions.pretrained.published_weights import open_published
 from weft.job.errors import JobError
 from weft.job.load import parse_job
